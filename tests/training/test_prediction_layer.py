@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conversion_cases import Computed, assert_computes, observe, predicting_positions
-from conversion_file_cases import check_round_trip, tensors_of
+from conversion_cases import (
+    Computed,
+    assert_computes,
+    observe,
+    predicting_positions,
+    train_and_save,
+)
+from conversion_file_cases import check_round_trip, export_to_match, tensors_of
 from native_resolution_cases import (
     ImageSample,
     pack_of,
@@ -67,10 +73,14 @@ def with_separate_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 def save_release(name: str, folder: Path) -> Path:
     reference_model(name).save_pretrained(folder, save_original_format=False)
     save_tensors(folder, with_separate_experts(tensors_of(folder)))
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["mtp_num_hidden_layers"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
+    set_prediction_layers(folder, 1)
     return folder
+
+
+def set_prediction_layers(folder: Path, number: int) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = number
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def sample_losses(model: torch.nn.Module, sample: ImageSample):
@@ -134,3 +144,24 @@ def test_it_predicts_the_token_after_the_next(tmp_path, name, cuts, sizes):
 def test_a_release_comes_back_byte_for_byte(tmp_path, name):
     """Prevents exports without the prediction layer, or with its rows in another order."""
     check_round_trip(save_release(name, tmp_path / "released"), tmp_path)
+
+
+def test_it_can_be_left_out(tmp_path):
+    """Prevents refused folders of Transformers, which saves `mtp_num_hidden_layers` and not the
+    layer, and checkpoints that load with it and its first loss weight only."""
+    folder = save_release("dense", tmp_path / "released")
+    run, model = imported(folder, tmp_path / "run"), open_released(folder).model
+    batches = [*map(pack_of, packs_of(MODELS["dense"]))]
+    for changes in ({"prediction_layers": 0}, {"prediction_loss": 0.5}):
+        changed = model.with_tower("language", **changes)
+        plan, trained = toy_plan(changed, stages_of(changed)), tmp_path / "-".join(changes)
+        run_ranks(plan.parallel, train_and_save, plan, run, trained, batches)
+    set_prediction_layers(folder, 0)
+    names = {n for n in tensors_of(folder) if not n.startswith("mtp.")}
+    out = export_to_match(tmp_path / "prediction_layers", folder, tmp_path / "out")
+    assert tensors_of(out).keys() == names
+    set_prediction_layers(out, 1)
+    assert open_released(out).model == open_released(folder).model.model_copy(
+        update={"name": "out"}
+    )
+    assert not open_released(out).model.language.prediction_layers

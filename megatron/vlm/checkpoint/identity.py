@@ -27,7 +27,7 @@ CHECKPOINT_BACKEND = ("torch_dist", 1)  # name and version of core's format
 # Fields that change no weight's shape. Layer scale is compared separately, as on or off.
 _NOT_ARCHITECTURE = (
     *("layer_scale_init", "max_positions", "rope_factor"),
-    *("imbalance", "auxiliary_loss"),
+    *("imbalance", "auxiliary_loss", "prediction_loss"),
     *("min_pixels", "max_pixels", "max_side_pixels", "resize", "image_text", "video"),
     *("pixel_mean", "pixel_std", "pixel_scale"),
 )

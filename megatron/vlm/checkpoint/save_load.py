@@ -64,6 +64,7 @@ from megatron.vlm.model.stage import VLMStage
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
 from omnibal.job.runlog import RATES, checkpoint_path, latest_step
+from omnibal.model.units import LANGUAGE
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -505,7 +506,10 @@ def _open_checked(directory: Path, plan: Plan) -> CheckpointIdentity:
     """Open the newest checkpoint; collective. UserError if it is of another model or adapters."""
     model = plan.model
     identity = open_newest(directory, _agree, dist.get_rank(), dist.get_world_size())
-    different = architecture_differences(identity.model, model)
+    there = identity.model
+    if not model.language.prediction_layers:  # its tensors are not read
+        there = there.with_tower(LANGUAGE, prediction_layers=0)
+    different = architecture_differences(there, model)
     if different:
         raise UserError(
             f"{identity.path}: is a checkpoint of another model: {'; '.join(different)}; load a "

@@ -22,6 +22,7 @@ from megatron.vlm.conversion.released_files import (
     writing,
 )
 from megatron.vlm.conversion.tensor_map import (
+    PREDICTION_PREFIX,
     Parameter,
     TensorLayout,
     embedding_parameter,
@@ -103,9 +104,16 @@ class ReleasedCheckpoint:
 
 
 def open_released(directory: Path) -> ReleasedCheckpoint:
-    """Open a released checkpoint. UserError unless its tensors are exactly the model's."""
+    """Open a released checkpoint. UserError unless its tensors are exactly the model's.
+
+    Without `mtp_num_hidden_layers` or its tensors, which Transformers does not save, the model has
+    no prediction layer.
+    """
     files = ReleasedFiles(directory)
     model, layout = read_config(directory, files.tensors.keys())
+    predicting = {name for name in files.tensors if name.startswith(PREDICTION_PREFIX)}
+    if not predicting:
+        model = model.with_tower(LANGUAGE, prediction_layers=0)
     if layout.experts == "transposed" and not _are_transposed(model, layout, files.tensors):
         layout = TensorLayout.QWEN3_VL_MOE_STACKED
     sources = [
@@ -120,7 +128,9 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
     has_copy = model.language.tied_head and head in files.tensors
     if has_copy:
         shapes[head] = (head, embedding_parameter(model).shape)
-    check_tensors(directory, shapes, files.tensors, f"config.json's model in layout {layout}")
+    left_out = set() if model.language.prediction_layers or not layout.is_hybrid else predicting
+    tensors = {name: info for name, info in files.tensors.items() if name not in left_out}
+    check_tensors(directory, shapes, tensors, f"config.json's model in layout {layout}")
     checkpoint = ReleasedCheckpoint(directory=directory, files=files, model=model, layout=layout)
     if has_copy:
         embedding = checkpoint.read_parameter(embedding_parameter(model))

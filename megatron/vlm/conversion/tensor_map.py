@@ -50,6 +50,7 @@ _WORD_TABLE = "embedding.word_embeddings.weight"
 _CONV_WIDTH = 3  # kernel of Whisper's convolutions
 _OF_LAYER = re.compile(r"^(\w+)\.(?:layers|transformer_layer)\.(?:\d+\.)?(.*)$")
 _PREDICTION = "prediction"  # prefix of the prediction layer's parameters
+PREDICTION_PREFIX = "mtp."  # of its released tensors
 
 
 class TensorLayout(StrEnum):
@@ -552,7 +553,7 @@ def _released_names(parameter: Parameter, layout: TensorLayout) -> tuple[str, ..
     if not tower:
         prefix, names = "", vision.outside | language.outside
     elif tower == _PREDICTION:
-        prefix, names = "mtp.layers.0.", language.layer
+        prefix, names = f"{PREDICTION_PREFIX}layers.0.", language.layer
     else:
         side = vision if tower == "vision" else language
         number = parameter.name.removeprefix(f"{tower}.layers.").partition(".")[0]
@@ -570,7 +571,7 @@ def _released_names(parameter: Parameter, layout: TensorLayout) -> tuple[str, ..
         modules = [name.replace("*", number) for number in numbers for name in modules]
     released = [f"{prefix}{name}{f'.{part}' if part else ''}" for name in modules]
     # tensor_names.toml has the root of InternVL's own layout, and no root of prediction layers.
-    if layout.root == "language_model.model" or released[0].startswith("mtp."):
+    if layout.root == "language_model.model" or released[0].startswith(PREDICTION_PREFIX):
         return tuple(released)
     if layout.root == "model" or released[0].startswith("language_model.lm_head"):
         return tuple(name.removeprefix("language_model.") for name in released)
