@@ -17,7 +17,7 @@ from omnibal.base.errors import UserError
 from omnibal.cli.simulate_command import simulate
 from omnibal.cost.profile import model_sha256
 from omnibal.cost.source import CostSource
-from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.data.lengths import Lengths
 from omnibal.job.check import check_plan, open_plan, training_obstacles
 from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
 from omnibal.job.plan_data import SampleData
@@ -411,17 +411,6 @@ def test_simulation_and_report_are_of_the_levels(shared, levels_result, capsys):
     at = [column.title for column in table.columns].index("recompute\nby level")
     recomputed = [row[at] for section in table.sections for row in section]
     assert recomputed == ["0 + 0 / 0 + 0", "0 + 0 / 0 + 1"]
-
-
-def test_changed_lengths_and_stages_are_refused(directory, example):
-    """Prevents lengths edited after planning, and swapped stages."""
-    rewrite_plan(directory, stages=example.plan.stages[::-1])
-    assert_refused(directory, "model order")
-    write_plan(example.plan, directory)
-    lengths = read_lengths([directory / "lengths.parquet"])
-    changed = lengths.tokens + (np.arange(len(lengths)) == 0).astype(np.int32)
-    write_lengths(replace(lengths, tokens=changed), directory / "lengths.parquet")
-    assert_refused(directory, r"lengths\.parquet has the content hash")
 
 
 def test_model_that_takes_shorter_samples_is_refused(directory):

@@ -9,7 +9,6 @@ from cost_cases import analytic_cost, workload_of_a_step
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ClusterConfig, load_cluster, load_model
-from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import AttentionTime, CopyTime, Rates
 from omnibal.pipeline.stage_cost import held_units, per_step_costs, trained_parameters
@@ -201,18 +200,6 @@ def test_copies_timed_with_their_latency_are_long_ones():
     streamed = 4 + 2 * (2 + 4 + 12)
     rates = [cost.rates.optimizer_ms for cost in costs]
     assert rates == pytest.approx([streamed / 1000e6, streamed / (2**20 / 0.004), streamed / 800e6])
-
-
-def test_routers_are_computed_in_fp32():
-    """Prevents a router's product at the bf16 rate, or at the full peak without efficiency."""
-    slow = isolate_rates(peak_tflops={"bf16": 1e15, "fp32": 40.0}, matmul_efficiency=0.5)
-    experts = ExpertsConfig(experts=7, experts_per_token=2, ffn_hidden_size=64)
-    model = MODEL.with_tower("language", runs=(LayerRun(layers=1, experts=experts),))
-    cost = analytic_cost(model, slow, Parallel(pipeline=1), "bf16")
-    unit = cost.units["language_layer_experts7"]
-    router_ms = 2 * 4096 * 6144 * 7 / (40e9 * 0.5)
-    assert PACK @ unit.forward_ms == pytest.approx(router_ms)
-    assert PACK @ unit.backward_ms == pytest.approx(2 * router_ms)
 
 
 def test_measured_attention_stands_in_for_counted():

@@ -25,13 +25,10 @@ from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import PlannedLevel, Shapes
-from omnibal.job.plan_data import MockData
 from omnibal.job.plan_files import save_plan
-from omnibal.job.planner import PlanRequest, PlanResult, make_plan
-from omnibal.model.config import load_cluster, load_model
+from omnibal.job.planner import PlanResult, make_plan
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
-from omnibal.model.targets import OWN, TARGETS, TargetName
+from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage_units import Stage
 from omnibal.trainers.export.directory import export_input, make_export
@@ -174,25 +171,6 @@ def holds(stage: Stage, name: str) -> bool:
 def first_layers(stages: tuple[Stage, ...], tower: str, number: int) -> set[str]:
     """Return the layers that a trainer recomputes for this number per stage."""
     return {f"{tower} {layer}" for stage in stages for layer in stage.layers(tower)[:number]}
-
-
-@pytest.mark.parametrize("target", [SWIFT, MEGATRON])
-def test_what_the_limited_search_finds_can_be_told(target):
-    """Prevents `omnibal plan --for` from making plans with recomputation that export refuses."""
-    rules = TARGETS[target]
-    job = JobSpec(
-        model=load_model("internvl2.5-8b"),
-        cluster=load_cluster("h100-80g").model_copy(update={"memory_gib": 48.0}),
-        parallel=Parallel(pipeline=4, data=2),
-        precision="bf16",
-        trainer=rules,
-    )
-    data = MockData(caps=Caps.of(tiles=12, tokens=8_192), micro_batches_per_step=8)
-    plan = make_plan(PlanRequest(job=job, data=data)).plan
-    assert first_obstacle(plan, None, rules) is None
-    assert sum(stage.recomputed_layers for stage in plan.stages) > 0
-    free = make_plan(PlanRequest(job=replace(job, trainer=OWN), data=data)).plan
-    assert first_obstacle(free, None, rules) is not None
 
 
 def test_order_says_where_every_sample_is_trained(tmp_path):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from cost_cases import analytic_cost, assumed_h100
-from launch_cases import of_line
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import layer_products
@@ -20,7 +19,6 @@ from omnibal.pipeline.stage_memory import unit_bytes
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.line import line_of
-from omnibal.trainers.lint.predict_line import predict_line
 from omnibal.trainers.lint.weights import notes_on_precision, precision_of
 
 CLUSTER = assumed_h100()
@@ -210,13 +208,3 @@ def test_what_is_not_counted_is_said(flags, told):
     """Prevents omitting a note if a line asks for more or less FP8 than is counted."""
     (note,) = notes_on_precision(parse_line(LM + flags))
     assert told in note
-
-
-def test_a_line_in_fp8_takes_less_than_in_bf16():
-    """Prevents a precision that is parsed but does not change the prediction."""
-    plain, fast = (
-        predict_line(of_line(LM + flags, "llama3.1-8b")) for flags in ("", "--fp8-format hybrid")
-    )
-    assert 0.6 < fast.step_ms / plain.step_ms < 0.85
-    kept = [line.prediction.stages[0].memory.activations_gib for line in (plain, fast)]
-    assert kept[1] < kept[0]

@@ -16,7 +16,6 @@ from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 from omnibal.packing.patterns import group_similar_sizes
-from omnibal.packing.rest import Rest
 from tools.make_lengths import make_lengths as make_mixture
 
 LARGE = Caps.of(tiles=128, tokens=32_768)
@@ -62,16 +61,6 @@ def test_large_caps_need_what_the_sums_need(max_tiles, max_tokens, samples):
     lengths = mixture(samples, caps)
     packs = pack_checked(lengths, caps)
     assert len(packs) == naive_lower_bound(lengths, caps) <= len(pack_isf(lengths, caps, 0))
-
-
-def test_level_packs_are_mixtures():
-    """Prevents packs with equal sums but samples of one kind."""
-    lengths = mixture(5000, LARGE)
-    packs = pack_checked(lengths, LARGE)
-    for part in (lengths.column("tiles"), lengths.tokens):
-        sums = packs.sums(part)
-        assert sums.std() < 0.01 * sums.mean()
-    assert np.diff(packs.offsets).std() < np.diff(pack_isf(lengths, LARGE, 0).offsets).std()
 
 
 def test_one_giant_costs_one_pack():
@@ -142,16 +131,6 @@ def test_thousands_of_small_samples_in_a_pack_are_packed():
     tokens = np.where(rng.random(500) < 0.05, 65_536, rng.integers(1, 30, 500))
     lengths = make_lengths(np.stack([tiles, tokens], axis=1).tolist())
     pack_checked(lengths, Caps.of(tiles=9, tokens=65_536))
-
-
-def test_best_fit_with_many_tile_counts_keeps_the_caps():
-    """Prevents best fit from choosing samples that exceed the caps."""
-    rng = np.random.default_rng(3)
-    lengths = make_lengths(rng.integers((0, 1), (513, 9000), (800, 2)).tolist())
-    caps = Caps.of(tiles=512, tokens=10_000)
-    rest = Rest(lengths.sizes(caps.names), caps.values)
-    packs = rest.best_fit(rng)
-    assert_valid(Packs.from_lists(packs), lengths, caps)
 
 
 @pytest.mark.parametrize("most", [1, 7, 40, 500])

@@ -27,7 +27,7 @@ from omnibal.model.targets import RecomputeFreedom, StageRules
 from omnibal.model.units import LANGUAGE_EMBED, unit_names
 from omnibal.pipeline import partition, split_search, stage_options
 from omnibal.pipeline.bounds import min_step_ms
-from omnibal.pipeline.chunk_search import PartProblem, min_work_ms, search_parts
+from omnibal.pipeline.chunk_search import search_parts
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import sampled_steps, search_stages
@@ -494,17 +494,6 @@ def test_without_a_cap_the_best_of_all_cuts_is_found(seed, layers, stages, sched
     assert found.lower_bound_ms <= best_ms
 
 
-def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
-    """Prevents bounds or moves that exclude the best stages on ranks of unequal micro-batches."""
-    for seed in range(5):
-        rng = np.random.default_rng(seed)
-        model, cost = small_model(4, 8), random_cost(rng)
-        packs = ragged_steps(rng, 6, 2)
-        exact = search_stages(SplitTask(cost, model, packs, 3, 1e12))
-        found = search_parts(SplitTask(cost, model, packs, 3, 1e12))
-        assert found.step_ms == pytest.approx(exact.step_ms)
-
-
 def cap_options(cost: CostModel, packs: Workload, options: Collection, share: float) -> tuple:
     """Return a cap that this share of options fits, these options and their fastest mean step."""
     step_ms, peaks = np.array([planners_figures(cost, e, packs, TWO_CHUNKS) for e in options]).T
@@ -537,18 +526,6 @@ def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) ->
     _, peak = planners_figures(cost, found.stages, packs, TWO_CHUNKS)
     assert peak <= cap_bytes * (1 + 1e-9)
     assert best_ms * (1 - 1e-9) <= found.step_ms <= best_ms * 1.03
-
-
-def test_the_bound_is_below_every_cut() -> None:
-    """Prevents a lower bound above the optimum."""
-    for seed in range(5):
-        rng = np.random.default_rng(seed)
-        model, cost = small_model(2, 4), random_cost(rng)
-        packs = steps_of(rng, int(rng.integers(1, 6)))
-        task = SplitTask(cost, model, packs, 2, schedule=TWO_CHUNKS)
-        bound_ms = min_work_ms(PartProblem.build(task))
-        cuts = all_cuts(model, 4)
-        assert 0 < bound_ms <= min(planners_figures(cost, c, packs, TWO_CHUNKS)[0] for c in cuts)
 
 
 @pytest.mark.parametrize("freedom", ["language", "stages"])

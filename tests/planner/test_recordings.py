@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import soundfile
 from chat_cases import TEMPLATES, write_templated
-from cli_cases import printed
 from jsonl_cases import DIGITS, open_jsonl, open_meta, picture, record_of, said, scan
 from PIL import Image
 from scipy.signal import resample_poly
@@ -34,8 +33,6 @@ from omnibal.data.tokenizer import open_tokenizer
 from omnibal.data.video_files import BadVideo, read_video_frames, read_video_header
 from omnibal.families.named import named_model
 from omnibal.job.plan_data import model_of_lengths
-from omnibal.model.config import config_toml
-from omnibal.packing.packs import read_packs
 
 
 @pytest.fixture(scope="module")
@@ -343,27 +340,6 @@ def test_shards_hold_recordings(tmp_path, meta, tokenizer, lengths):
     ours = scan(sharded, tokenizer, OMNI).lengths
     assert lengths.items["clips"].tolist() == ours.items["clips"].tolist()
     assert lengths.tokens.tolist() == ours.tokens.tolist()
-
-
-def test_packs_and_a_plan_under_three_limits(meta, tokenizer, tmp_path, capsys):
-    """Prevents packs over any of three caps, by the commands as a user gives them."""
-    model, scanned, packs = (tmp_path / name for name in ("m.toml", "l.parquet", "p.parquet"))
-    model.write_text(config_toml(OMNI))
-    command = f"lengths {meta} --model {model} --tokenizer-model {tokenizer.path.parent}"
-    assert "clips" in printed(capsys, f"{command} -o {scanned}")
-    found = read_lengths([scanned])
-    caps = {name: int(found.column(name).max() * 1.5) for name in ("tiles", "clips", "tokens")}
-    limits = f"--max-tiles {caps['tiles']} --max-tokens {caps['tokens']}"
-    limits += f" --limit clips={caps['clips']}"
-    printed(capsys, f"pack {scanned} {limits} --dp 2 --micro-batches 1 -o {packs}")
-    sizes = "--tp 1 --pp 2 --dp 2 --micro-batches 1"
-    planned = f"plan --lengths {scanned} {limits} --model {model} --cluster laptop-cpu {sizes}"
-    printed(capsys, f"{planned} -o {tmp_path / 'plan'}")
-    for file in (packs, tmp_path / "plan" / "packs.parquet"):
-        scheduled = read_packs(file)
-        for name, cap in caps.items():
-            sums = scheduled.packs.sums(found.column(name))
-            assert sums.max() <= cap and np.array_equal(scheduled.column(name), sums)
 
 
 def test_a_model_that_only_hears(meta, tokenizer, tmp_path):

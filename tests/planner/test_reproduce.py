@@ -105,14 +105,6 @@ def test_rows_that_say_no_job_are_refused(tmp_path, row, why):
     assert why in record["refused"] and "\n" not in record["refused"] and record["kind"]
 
 
-def test_a_step_follows_from_tokens_a_second(tmp_path):
-    """Prevents omitting a row from the errors that only gives a token rate."""
-    line = "run_recipe.py -tp 1 -pp 1 -mb 1 -gb 64 -sl 4096 -ng 8"
-    row = SAID | {"line": line, "measured": {"tokens_s_gpu": 8192}}
-    (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
-    assert measured_gpus.compare_row(tmp_path / "rows.json", 0).record()["measured_ms"] == 4000
-
-
 @pytest.mark.parametrize(
     ("device", "preset"),
     [

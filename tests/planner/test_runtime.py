@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 from cost_cases import analytic_cost, assumed_h100
 
-from omnibal.cost.context import costs_at
 from omnibal.cost.link_rates import Group, all_to_all_line, message_line, pass_line
 from omnibal.cost.model import CostModel
-from omnibal.cost.setting import CostSetting
 from omnibal.families.named import named_model
-from omnibal.model.levels import Level
-from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
@@ -79,45 +75,6 @@ def test_one_part_of_an_overlapped_exchange_is_waited_for(tensor: int):
     np.testing.assert_allclose(hidden.collective_ms, plain.collective_ms / tensor)
     saved = [plain.forward_ms - hidden.forward_ms, plain.backward_ms - hidden.backward_ms]
     np.testing.assert_allclose(saved, plain.collective_ms * (1 - 1 / tensor), atol=1e-12)
-
-
-def ring_ms(ring_tokens: int | None, tokens: int, context: int = 4) -> float:
-    """Return the time that a ring adds to a layer's forward on a rank's tokens of one sample."""
-    level = Level(caps=Caps.of(tokens=tokens), context=context)
-    parallel = Parallel(pipeline=1, data=context)
-    cost = analytic_cost(MODEL, CLUSTER, parallel, "bf16")
-    runtime = alter(ring_tokens=ring_tokens)
-    setting = CostSetting(MODEL, CLUSTER, parallel, "bf16", runtime=runtime)
-    (shared,) = costs_at(cost, setting, (level,))
-    added = shared.units[LAYER].context_ms[0]
-    values = {"fixed": 1.0, "tokens": tokens / context, "exchanged_tokens": tokens / context}
-    return float(added @ [values.get(name, 0.0) for name in shared.features])
-
-
-@pytest.mark.parametrize("tokens", [1_024, 4_096, 131_072])
-def test_a_ring_is_hidden_as_far_as_attention_lasts(tokens: int):
-    """Prevents context parallelism that waits for hidden exchanges, or hides too much.
-
-    Against a walk of the ring, step by step.
-    """
-    context, language = 4, MODEL.language
-    peak = CLUSTER.tflops("bf16") * 1e9 * CLUSTER.matmul_efficiency
-    attention_ms = 2 * language.hidden_size * tokens**2 / context / peak
-    width = 2 * language.kv_heads * language.head_width
-    rate = CLUSTER.intra_node_gb_per_s * CLUSTER.link_efficiency * 1e6
-    sent_ms = width * 2 * tokens / context / rate + CLUSTER.link_latency_us / 1e3
-    clock = 0.0
-    for step in range(context):
-        arrival = clock + sent_ms if step < context - 1 else 0.0
-        clock = max(clock + attention_ms / context, arrival)
-    waited_ms = clock - attention_ms
-    memory = CLUSTER.memory_gb_per_s * CLUSTER.memory_efficiency * 1e6
-    summed_ms = 3 * 3 * language.hidden_size * 2 * tokens / context / memory
-    kernels_ms = 3 * 4 * CLUSTER.kernel_us / 1e3
-    assert ring_ms(tokens, tokens) == pytest.approx(waited_ms + summed_ms + kernels_ms, rel=1e-6)
-    if tokens == 131_072:
-        assert waited_ms == 0
-        assert ring_ms(tokens, tokens) < ring_ms(None, tokens)
 
 
 @pytest.mark.parametrize("chunks", [2, 5])

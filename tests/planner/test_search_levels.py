@@ -1,7 +1,6 @@
 """Packing levels: a search as good as exhaustive, a no-op on short data, and the plan command."""
 
 import json
-import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,6 @@ from cli_cases import failure, printed, run
 from length_cases import long_tailed, texts
 from plan_cases import ISF
 
-from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import read_plan
@@ -35,7 +33,6 @@ from omnibal.search.level_choice import (
 from omnibal.search.level_estimates import (
     ANY_LEVELS,
     LevelEstimates,
-    LevelRule,
     ProfiledLength,
     candidate_caps,
     hbp_levels,
@@ -144,16 +141,6 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
     assert 0.5 * best.ms_per_sample < bound <= best.ms_per_sample
 
 
-def test_short_data_needs_one_level():
-    """Prevents several levels, or search time, if all samples are short."""
-    rng = np.random.default_rng(0)
-    lengths = texts(np.clip(rng.lognormal(np.log(1_200), 0.6, 2_000), 40, 4_096))
-    request = level_request(lengths, 4_096, 4)
-    assert not need_levels(request, ANY_LEVELS)
-    with pytest.raises(UserError, match="packs of these samples may have 1"):
-        need_levels(request, LevelRule(count=2))
-
-
 def test_no_context_size_is_looked_at_in_vain():
     """Prevents a search that takes minutes, or a traceback, on thousands of ranks."""
     caps = Caps.of(tokens=131_072)
@@ -228,14 +215,6 @@ def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
     _, of_hbp = plan_levels(setting, request.caps, (sizing, by_hbp))
     assert isinstance(of_hbp, Strategy)
     assert run_search(request).best.ms_per_sample <= 1.001 * of_hbp.ms_per_sample
-
-
-def test_what_memory_is_missing_is_said(capsys, tmp_path):
-    """Prevents a refusal without the missing amount, or with advice that does not help."""
-    write_lengths(texts(np.full(20, 60_000)), tmp_path / "texts.parquet")
-    command = "plan --model llama3.1-70b --cluster h200-141g --dp 8 --max-tokens 65536 --lengths"
-    message = failure(capsys, command, tmp_path / "texts.parquet", "-o", tmp_path / "plan")
-    assert re.search(r"needs [\d.]+ GiB.*what would fit: .*--tp", message)
 
 
 def test_a_curriculum_starts_with_short_packs():
@@ -364,14 +343,6 @@ def test_a_curriculum_is_planned(capsys, tmp_path, texts_file):
         (longer, "auto", "a curriculum of 9,999 steps was asked for, and an epoch has about"),
     ):
         assert message in failure(capsys, command, levels, "-o", tmp_path / "x")
-
-
-def test_a_curriculum_needs_two_levels(capsys, tmp_path):
-    """Prevents a curriculum over all packs if ranks share a single level."""
-    write_lengths(texts(np.full(60, 120_000)), tmp_path / "long.parquet")
-    options = f"{LLAMA} --dp 8 --micro-batches 2 --curriculum-steps 1 --lengths"
-    message = failure(capsys, options, tmp_path / "long.parquet", "-o", tmp_path / "x")
-    assert "packs are of one level, which none is shorter than" in message
 
 
 def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch):

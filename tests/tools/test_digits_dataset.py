@@ -200,16 +200,6 @@ def test_finished_dataset_is_kept(scans, capfd, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in scans.rglob("*")} == before
 
 
-def test_a_folder_beside_the_dataset_is_left_alone(tmp_path, capfd):
-    """Prevents deleting a user's .part folder, or copying its files into the dataset."""
-    folder, leftover = tmp_path / "dataset", tmp_path / "dataset.part" / "train" / "stale.jsonl"
-    leftover.parent.mkdir(parents=True)
-    leftover.write_text("{}\n")
-    assert main(["--output", str(folder), "--samples", "20", "--heldout-samples", "20"]) == 0
-    assert leftover.exists() and not (folder / "train" / "stale.jsonl").exists()
-    assert capfd.readouterr().err == ""
-
-
 def refuse(capfd, *arguments: object) -> str:
     """Run the tool with a usage error; return its last error line."""
     with pytest.raises(SystemExit) as exit_info:
@@ -228,18 +218,6 @@ def test_a_folder_of_unknown_making_is_kept(tmp_path, capfd, content):
     before = hashes(tmp_path)
     assert "was not made with" in refuse(capfd, "--output", tmp_path, *arguments("scans"))
     assert hashes(tmp_path) == before
-
-
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
-    """Prevents a partial dataset on disk after an error."""
-
-    def fail(texts: Iterator[str]) -> bytes:
-        raise RuntimeError("no tokenizer")
-
-    monkeypatch.setattr(make_digits_dataset, "train_tokenizer", fail)
-    with pytest.raises(RuntimeError, match="no tokenizer"):
-        make_digits_dataset.make_dataset(tmp_path / "dataset", 20, 20, seed=0)
-    assert not list(tmp_path.iterdir())
 
 
 def test_sizes_and_tokens_vary(native):

@@ -131,16 +131,6 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
         assert back == content(there)
 
 
-def test_what_transformers_saves_again_is_read(tmp_path):
-    """Prevents refusing contradictory entries that Transformers 5 saves for an untied model."""
-    there = save_toy("300m-qwen2", tmp_path / "a", "transformers")
-    edit_config(tie_word_embeddings=True)(there)
-    InternVLForConditionalGeneration.from_pretrained(there).save_pretrained(tmp_path / "b")
-    config = config_of(tmp_path / "b")
-    assert config["tie_word_embeddings"] and not config["text_config"]["tie_word_embeddings"]
-    assert not open_released(tmp_path / "b").model.language.tied_head
-
-
 @pytest.mark.parametrize("layout", LANGUAGE)
 def test_configuration_is_for_all_versions_and_ends_answers(tmp_path, run, layout):
     """Prevents an exported model that does not stop after its answer, the default RoPE base of

@@ -33,7 +33,6 @@ from data_cases import (
     make_turns,
 )
 from PIL import Image
-from shard_cases import make_samples, write_shards
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron.vlm.inputs.augment import Purpose, jpeg_qualities, tile_keys
@@ -409,27 +408,6 @@ def test_validation_is_as_strict_as_planning(digits, data, tokenizer, tmp_path):
 
 
 FRAMES = 5
-
-
-@pytest.mark.parametrize("damage", [b"\0" * 100, b"no picture"])
-def test_unreadable_members_are_replaced(tmp_path, tokenizer, damage):
-    """Prevents a broken image in a shard from ending a run with --on-bad-sample skip."""
-    pytest.importorskip("webdataset")
-    write_shards(tmp_path, make_samples(tmp_path))
-    (tmp_path / "shards.json").write_text('{"a": {"shards": "train-{000..002}.tar"}}')
-    data = Data(tmp_path / "shards.json", tokenizer)
-    [image] = data.reader.annotations[1].images
-    before = data.load([1, 5], WHOLE, SKIP)
-    with image.path.open("r+b") as shard:
-        shard.seek(image.offset)
-        shard.write(damage)
-    for stage in (WHOLE, FIRST, LAST):
-        batch = data.load([1, 5], stage, SKIP)
-        assert batch.tokens == before.tokens
-        [message] = batch.unreadable
-        assert message.startswith(f"{image.path}: {image.name}: cannot read this image (no known")
-        stopped = data.load([1], stage)
-        assert isinstance(stopped, UserError) == (stage is not LAST)
 
 
 def test_several_images_share_the_tiles(pictures, tmp_path):
