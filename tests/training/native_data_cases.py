@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from data_cases import Data, noisy_pictures
-from native_resolution_cases import qwen2_5_vl, qwen3_vl
+from native_resolution_cases import qwen2_5_vl, qwen3_5, qwen3_vl
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -35,9 +35,9 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [
 
 
 def native_models() -> dict[str, ModelConfig]:
-    """Return toy models of both families, with the vocabulary of `write_tokenizer`."""
-    found = {}
-    for name, model in (("qwen3-vl", qwen3_vl()), ("qwen2.5-vl", qwen2_5_vl())):
+    """Return toy models of each family, with the vocabulary of `write_tokenizer`."""
+    found, made = {}, {"qwen3-vl": qwen3_vl(), "qwen2.5-vl": qwen2_5_vl(), "qwen3.5-vl": qwen3_5()}
+    for name, model in made.items():
         small = {"min_pixels": 512, "max_pixels": 4096}
         video = model.images.video.model_copy(update=small)
         larger = model.with_tower("language", vocab_size=320).with_tower("vision", video=video)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import native_resolution_cases
 import torch
-from native_resolution_cases import qwen2_5_vl, qwen2_vl, qwen3_vl
+from native_resolution_cases import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl
 from released import randomize, word_tokenizer
 from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
@@ -86,6 +86,8 @@ KINDS = {
         "qwen3-vl-moe-stacked",
         **_NEWER_PIXELS,
     ),
+    "qwen3.5-tied": _kind(qwen3_5(rope_base=5000, tied_head=True), "qwen3.5", **_NEWER_PIXELS),
+    "qwen3.5-moe": _kind(qwen3_5_moe(rope_base=5000), "qwen3.5-moe-apart", **_NEWER_PIXELS),
 }
 
 

@@ -30,7 +30,7 @@ IMAGE_PIECES = (
     ("video_token_id", "<|video_pad|>"), ("vision_start_token_id", "<|vision_start|>"),
     ("vision_end_token_id", "<|vision_end|>"),
 )  # fmt: skip
-FORMATS = "internvl internvl-hf qwen2.5-vl qwen3-vl llama qwen3".split()
+FORMATS = "internvl internvl-hf qwen2.5-vl qwen3-vl qwen3.5-vl llama qwen3".split()
 SPECIAL = {
     "internvl": "<s> <|im_start|> <|im_end|> <img> </img> <IMG_CONTEXT>".split(),
     "llama": "<s> <|start_header_id|> <|end_header_id|> <|eot_id|>".split(),

@@ -15,6 +15,7 @@ from conversion_file_cases import (
     export_to_match,
     tensors_of,
 )
+from native_resolution_cases import DELTA
 from ranks import run_ranks
 from released import RELEASED_CONFIGS, imported, randomize, write_tokenizer
 from toy import pack, stages_of, toy_plan, toy_sample
@@ -22,6 +23,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -32,7 +35,15 @@ from megatron.vlm.conversion.released_config import check_exportable, read_confi
 from megatron.vlm.conversion.tensor_map import TensorLayout
 from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.model.config import LanguageConfig, ModelConfig, RopeScaling, config_toml, load_model
+from omnibal.model.config import (
+    LanguageConfig,
+    ModelConfig,
+    RopeScaling,
+    RopeSections,
+    config_toml,
+    load_model,
+)
+from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
 
 SIZES = {
@@ -72,6 +83,30 @@ def describe(template: str, **language: Any) -> ModelConfig:
 
 OUR_SCALING = RopeScaling(factor=8, high_frequency_factor=2.5, original_positions=50)
 PLAIN = {"rope_parameters": {"rope_theta": 5000.0}}
+HYBRID = SIZES | {
+    "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": DELTA.convolution_width, "linear_key_head_dim": DELTA.key_head_size,
+    "linear_value_head_dim": DELTA.value_head_size, "linear_num_key_heads": DELTA.key_heads,
+    "linear_num_value_heads": DELTA.value_heads, "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+"""Qwen3.5's language model; half of a head is rotated."""
+
+
+def describe_hybrid(experts: ExpertsConfig | None = None, **language: Any) -> ModelConfig:
+    runs = (
+        LayerRun(layers=1, linear=DELTA, experts=experts), LayerRun(layers=1, experts=experts)
+    )  # fmt: skip
+    sections = RopeSections(time=2, rows=1, columns=1, interleaved=True)
+    return describe(
+        "tokenizer", rope_base=5000, qk_norm=True, head_size=16, output_gate=True,
+        zero_centered_norms=True, rope_sections=sections, runs=runs, **language,
+    )  # fmt: skip
+
+
 KINDS = {
     "llama": Kind(
         LlamaConfig(**SIZES, rope_parameters=SCALING, tie_word_embeddings=False),
@@ -91,7 +126,24 @@ KINDS = {
         CHATML_PIECES,
         describe("tokenizer", rope_base=5000, qk_norm=True, head_size=10),
     ),
-}
+    "qwen3.5": Kind(
+        Qwen3_5TextConfig(**HYBRID), TensorLayout.QWEN3_5_TEXT, CHATML_PIECES, describe_hybrid()
+    ),
+    "qwen3.5-moe": Kind(
+        Qwen3_5MoeTextConfig(
+            **HYBRID, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20,
+            shared_expert_intermediate_size=12, router_aux_loss_coef=0.0,
+        ),
+        TensorLayout.QWEN3_5_MOE_TEXT,  # with separate experts by default
+        CHATML_PIECES,
+        describe_hybrid(
+            ExpertsConfig(
+                experts=4, experts_per_token=2, ffn_hidden_size=20, shared_ffn_hidden_size=12,
+                shared_gate=True,
+            )
+        ),
+    ),
+}  # fmt: skip
 
 
 def transformers_model(name: str) -> torch.nn.Module:
@@ -179,7 +231,8 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name):
     """Prevents reordered q, k, v or gate and up rows, and wrong RoPE beyond the original length."""
     model = KINDS[name].model
     run = imported(save_release(name, tmp_path / "released"), tmp_path / "run")
-    plan = toy_plan(model, stages_of(model, 2), tensor=2, sequence_parallel=True)
+    sizes = {"expert": 2} if name.endswith("moe") else {}
+    plan = toy_plan(model, stages_of(model, 2), tensor=2, sequence_parallel=True, **sizes)
     batches = [pack(samples) for samples in packs_of(model)]
     ranks = run_ranks(plan.parallel, observe, plan, run, batches)
     [expected] = run_ranks(Parallel(pipeline=1), compute_reference, name)

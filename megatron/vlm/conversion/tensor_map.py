@@ -104,6 +104,7 @@ class TensorLayout(StrEnum):
     QWEN3_5_MOE_APART = "qwen3.5-moe-apart", "qwen3_5_moe", "qwen3_moe", _NESTED
     QWEN3_5_TEXT = "qwen3.5-text", "qwen3_5_text", "qwen3", "model"
     QWEN3_5_MOE_TEXT = "qwen3.5-moe-text", "qwen3_5_moe_text", "qwen3_moe", "model", "stacked"
+    QWEN3_5_MOE_TEXT_APART = "qwen3.5-moe-text-apart", "qwen3_5_moe_text", "qwen3_moe", "model"
 
     def storage_of(self, tower: str) -> ExpertStorage:
         """Return how a tower's experts are stored: always apart in the prediction layer."""
