@@ -15,6 +15,13 @@ TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja
 TEMPLATES["thinking at once"] = TEMPLATES["thinking"].replace(
     r"prompt -%}{{- '<|im_start|>assistant\n'", r"prompt -%}{{- '<|im_start|>assistant\n<think>\n'"
 )
+# As Qwen3.5's: texts without outer spaces, and a block of thoughts in every last answer.
+TEMPLATES["thinking always"] = (
+    TEMPLATES["thinking at once"]
+    .replace("m.content -%}", "m.content | trim -%}")
+    .replace("'\\n' + m.content + '<|im_end|>", "'\\n' + m.content | trim + '<|im_end|>")
+    .replace(" and (loop.last or thought)", "")
+)
 TEMPLATES["media"] = TEMPLATES["chatml"].replace(
     "<|vision_start|><|image_pad|><|vision_end|>",
     "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",

@@ -198,7 +198,8 @@ def learned_texts(sample, tokenizer, counts=(), model=MODEL) -> list[str]:
 def answer_text(answer: str, template: str, last: bool) -> str:
     """Return the learned text of an answer, written by hand."""
     # If the prompt ends in a line break, a token across the border is not learned.
-    block = {"thinking": "<think>\n\n</think>\n\n", "thinking at once": "</think>\n\n"}
+    block = {"thinking": "<think>\n\n</think>\n\n"}
+    block |= dict.fromkeys(("thinking at once", "thinking always"), "</think>\n\n")
     opens = block.get(template, "") if last else ""
     match template:
         case "trimmed":
@@ -242,11 +243,11 @@ def test_marked_templates_learn_what_transformers_does(folders):
         assert not mask[differ].any() and mask[differ + 1].all()
 
 
-@pytest.mark.parametrize("template", ["thinking", "thinking at once"])
+@pytest.mark.parametrize("template", ["thinking", "thinking at once", "thinking always"])
 def test_reasoning(folders, template):
     """Prevents learning an answer without the reasoning that led to it."""
     tokenizer, other = open_tokenizer(folders[template]), Turn("p", "b", None)
-    begin = "" if template == "thinking at once" else "<think>\n"
+    begin = "<think>\n" if template == "thinking" else ""
     for answer in (
         Turn("q", "a", None, reasoning="r"),
         Turn("q", "<think>\nr\n</think>\n\na", None),
