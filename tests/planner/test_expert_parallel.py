@@ -106,16 +106,6 @@ def test_all_expert_sizes_are_found():
         assert expert_sizes(model, tensor, data) == possible
 
 
-def test_sizes_are_named():
-    """Prevents an expert size missing from tables and options, or shown without experts."""
-    parallel = parallel_of(2, 2, 4, 4)
-    assert parallel.options == "--tp 2 --pp 2 --dp 4 --ep 4"
-    assert parallel.text == "TP 2 x PP 2 x DP 4, EP 4"
-    assert str(parallel) == "tensor 2 x pipeline 2 x data 4 (expert 4)"
-    assert Parallel(pipeline=2).options == "--tp 1 --pp 2 --dp 1"
-    assert "expert" not in Parallel(pipeline=2).place(1)
-
-
 @pytest.mark.parametrize("lockstep_ranks", [1, 2, 3, 6])
 def test_ranks_in_lockstep_have_equally_many_micro_batches(lockstep_ranks):
     """Prevents a rank that waits in an all-to-all for ranks without micro-batches."""

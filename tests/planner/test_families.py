@@ -135,13 +135,6 @@ def test_values_and_frames_of_the_processors_next_to_it(tmp_path):
         load(tmp_path / "e", newer, video_preprocessor_config={"cap_pixels_per_frame": True})
 
 
-def test_a_folder_of_the_hubs_cache_names_the_model(tmp_path):
-    """Prevents naming a model by its snapshot's hash."""
-    folder = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "9c925d64d72725edaf899c6cb9c377fd0"
-    folder.mkdir(parents=True)
-    assert load(folder, config_of("qwen3-8b")).name == "qwen3-8b"
-
-
 REFUSED = {
     "an unknown key": (patch("qwen3-vl-8b", "text_config", num_memory_layers=2), "num_memory"),
     "another activation": (patch("qwen3-vl-8b", "text_config", hidden_act="gelu"), "hidden_act"),

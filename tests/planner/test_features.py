@@ -29,10 +29,9 @@ from omnibal.packing.best_fit import pack_best_fit, pack_first_fit
 from omnibal.packing.fit import size_keys
 from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
 from omnibal.packing.packing import PackingMethod, pack_samples
-from omnibal.packing.packs import read_packs, write_packs
+from omnibal.packing.packs import read_packs
 from omnibal.packing.patterns import CapGrid, knapsack_table
 from omnibal.search.caps import CapSpace
-from omnibal.steps.balance_metrics import measure_packs
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps, size_load
 
@@ -233,31 +232,6 @@ def schedule_packs(lengths: Lengths, caps: Caps):
     load = partial(size_load, lengths=lengths)
     steps = draw_steps(lengths, settings_, levels, load, packs_per_step=2, packs_per_row=2)
     return deal_steps(steps, lengths, load, 2, levels)
-
-
-@KINDS
-def test_steps_have_every_pack_once(names, tmp_path):
-    """Prevents packs lost in assignment to ranks, and sums of another feature."""
-    caps = Caps.of(**dict(zip(names, (40, 90, 500)[-len(names) :], strict=True)))
-    lengths = draw_lengths(names, caps, 30, np.random.default_rng(5), 0.4)
-    packs = schedule_packs(lengths, caps)
-    assert np.bincount(packs.packs.samples).tolist() == [2] * 30
-    for name in (*lengths.item_names, "tokens"):
-        assert packs.column(name).tolist() == packs.packs.sums(lengths.column(name)).tolist()
-    write_packs(packs, tmp_path / "packs.parquet")
-    again = read_packs(tmp_path / "packs.parquet")
-    assert again.sha256 == packs.sha256
-    assert {name: column.tolist() for name, column in again.items.items()} == {
-        name: column.tolist() for name, column in packs.items.items()
-    }
-    metrics = measure_packs(packs, lengths, [Level(caps=caps)], 2, packs.tokens, 1)
-    assert list(metrics.fill) == list(metrics.dist_ratio) == list(caps.names)
-    for name in names:
-        held = packs.packs.sums(lengths.column(name)).sum()
-        assert metrics.fill[name] == pytest.approx(held / (len(packs) * caps[name]))
-    labels = {"tiles": "vision", "tokens": "language"}
-    keys = {f"dist_ratio_{labels.get(name, name)}" for name in names}
-    assert keys <= metrics.as_dict().keys()
 
 
 def some_kinds(features: int, rng) -> tuple[np.ndarray, np.ndarray]:

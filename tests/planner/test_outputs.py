@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from cli_cases import PLAN, failure, run, words_of
+from cli_cases import failure, run, words_of
 from plan_cases import example_lengths, example_profile, request
 
 from omnibal.base.errors import UserError
@@ -200,17 +200,3 @@ def test_scan_into_a_device_leaves_no_files_beside_it(tmp_path, monkeypatch):
     inputs = "lengths meta.json --model internvl-digits --tokenizer-model ../tokenizer.model"
     run(f"{inputs} --on-error skip -o /dev/null")
     assert set(Path("/dev").iterdir()) == before
-
-
-def test_plans_of_every_way_are_accepted(capsys, root, tmp_path, monkeypatch):
-    """Prevents output checks that refuse a plan just made."""
-    monkeypatch.chdir(tmp_path)
-    run(f"plan {DIGITS} --max-tiles 8 --max-tokens 512 -o new/plan --dp 3 --epochs 2 "
-        "--freeze vision --lengths", root / "l.parquet")  # fmt: skip
-    run(f"{PLAN} --precision fp32 -o shapes")
-    for plan in ("new/plan", "shapes"):
-        run(f"check {plan}")
-        run(f"simulate {plan} --trace trace.json")
-        run(f"report {plan} -o report.html")
-    run(f"plan {DIGITS} --dp 2 --steps-of new/plan -o again")
-    run("check again")

@@ -9,7 +9,7 @@ from profile_cases import CLUSTER, MODEL, PARALLEL, SHAPES, measure, measurement
 
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
-from omnibal.cost.profile import Profile, fit_residuals, model_sha256, read_profile, write_profile
+from omnibal.cost.profile import Profile, fit_residuals, model_sha256, read_profile
 from omnibal.cost.setting import CostSetting
 from omnibal.cost.source import CostSource
 from omnibal.model.config import ModelConfig, RopeScaling
@@ -186,14 +186,6 @@ def test_the_model_hash_covers_what_units_cost(tower, changes, same):
     """Prevents refusing a profile for another depth, or using it for other sizes."""
     model = MODEL.with_tower(tower, **changes) if tower else MODEL.model_copy(update=changes)
     assert (model_sha256(model) == model_sha256(MODEL)) == same
-
-
-def test_a_written_profile_reads_back_equal(tmp_path: Path):
-    """Prevents losing a field in the file, or leaving temporary files."""
-    path = tmp_path / "profile.json"
-    write_profile(measure(noise=0.1), path)
-    assert read_profile(path) == measure(noise=0.1)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("text", [None, "", '{"device": "x"', '{"device": "x"}'])

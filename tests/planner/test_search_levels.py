@@ -206,17 +206,6 @@ def test_levels_without_packs_are_left_out():
     assert [level.caps for level in found.levels] == [caps[0], caps[2]]
 
 
-def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
-    """Prevents chosen levels that are slower than HBP's."""
-    request = level_request(long_tailed(1_200, 65_536), 65_536, 8)
-    sizing = Sizing(request.job.parallel)
-    by_hbp = LevelEstimates.for_job(request.job, data_of(request.lengths, 8, 65_536)).by_hbp()
-    setting = Setting(request=request.draw_samples(), packs={})
-    _, of_hbp = plan_levels(setting, request.caps, (sizing, by_hbp))
-    assert isinstance(of_hbp, Strategy)
-    assert run_search(request).best.ms_per_sample <= 1.001 * of_hbp.ms_per_sample
-
-
 def test_a_curriculum_starts_with_short_packs():
     """Prevents a curriculum with a single level."""
     request = level_request(long_tailed(400, 32_768), 32_768, 2)
