@@ -257,6 +257,8 @@ def _divided_sizes(model: ModelConfig) -> dict[str, int]:
     sizes |= {"language.heads": language.heads, key_values: language.kv_heads}
     sizes["language's rows of q, k and v"] = qkv_rows
     for kind in dict.fromkeys(language.kinds):
+        if kind.linear is not None:
+            sizes[f"{kind.name}.key_heads"] = kind.linear.key_heads
         if kind.experts is None:
             sizes["language.ffn_hidden_size"] = language.ffn_hidden_size
             continue

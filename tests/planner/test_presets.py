@@ -211,6 +211,13 @@ def test_heads_are_copied_to_multiples_of_them():
     for name in ("qwen2.5-7b", "qwen3.5-35b-a3b"):
         with pytest.raises(UserError, match=r"size 8 does not divide language.(heads|kv_he)"):
             check_parallel(load_model(name), eight, cluster)
+    delta, full = load_model("qwen3.5-27b").language.runs
+    assert delta.linear is not None
+    linear = delta.linear.model_copy(update={"key_heads": 2})
+    runs = (delta.model_copy(update={"linear": linear}), full)
+    few = load_model("qwen3.5-27b").with_tower("language", runs=runs)
+    with pytest.raises(UserError, match=r"size 4 does not divide .*\.key_heads = 2"):
+        check_parallel(few, Parallel(tensor=4, pipeline=1), cluster)
 
 
 @pytest.mark.parametrize(
