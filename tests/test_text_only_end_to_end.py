@@ -106,17 +106,6 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_caps_and_parallel_sizes_are_searched_for(texts):
-    """Prevents tiles in tables or suggested caps for text-only data."""
-    lengths, model = texts / "lengths.parquet", ("--model", texts / "model.toml")
-    job = (*model, "--cluster", "laptop-cpu", "--precision", "fp32", "--samples-per-step", "12")
-    said = succeed("-m", "omnibal", "caps", lengths, *job)
-    assert "use: --max-tokens " in said and "tiles" not in said
-    sizes = ("--gpus", "2", "--max-tokens", "600", "--lengths", lengths)
-    said = succeed("-m", "omnibal", "plan", *job, *sizes, "-o", texts / "searched")
-    assert "Strategies for 2 devices" in said and "tiles" not in said
-
-
 def test_texts_are_profiled_and_replayed(texts, tmp_path):
     """Prevents a profile or replay that fails without tiles."""
     profile, data = tmp_path / "profile.json", texts / "train" / "meta.json"

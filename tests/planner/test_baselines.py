@@ -11,7 +11,7 @@ from partition_cases import all_cuts, equal_steps, planners_figures
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, side_by_side
+from omnibal.cost.model import CostModel
 from omnibal.cost.setting import CostSetting
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
@@ -298,24 +298,6 @@ def test_the_published_bmp_split_is_run():
     assert published in bmp_candidates(cost, MODEL, PACK, anchor)
     volume = cut_bytes(cost, MODEL, published, PACK).sum()
     assert volume / 2**20 == pytest.approx(144.0 - 12.7, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("method", "rule", "levels", "message"),
-    [
-        ("omnibal", "front", 1, "omnibal was given with recompute rule front"),
-        ("layer", "cheapest", 1, "layer was given with recompute rule cheapest"),
-        ("layer", "front", 2, "layer was given with packs of 2 levels; only the method"),
-    ],
-)
-def test_the_joint_search_is_not_a_baseline(method: str, rule: str, levels: int, message: str):
-    """Prevents a baseline under the joint search's name, and context-parallel sizes it ignores."""
-    rng = np.random.default_rng(0)
-    cost = random_cost(rng)
-    costs = side_by_side([cost] * levels) if levels > 1 else cost
-    task = SplitTask(costs, small_model(2, 2), random_workload(rng, 1, 2), 2)
-    with pytest.raises(UserError, match=message):
-        baseline_stages(split_rule(method, rule), task)
 
 
 @pytest.mark.parametrize("rule", ["front", "full"])

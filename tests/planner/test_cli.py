@@ -355,6 +355,7 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
         (PLAN + " --sequence-parallel -o p", "--sequence-parallel needs --tp 2"),
         (PLAN + " --freeze vision --freeze projector --freeze language -o p", "leaves no part to"),
         (PLAN + " --method bmp --recompute cheapest -o p", "cheapest belongs to omnibal"),
+        (PLAN + " --recompute front -o p", "omnibal was given with recompute rule front"),
         (PLAN + " --max-tokens 9000 --memory-gib 0.01 -o p", "what would fit: --"),
         (PLAN + " --image-share 0.3 -o p", "are exclusive: drop one"),
         (PLAN + " --gpus 3 --lengths {lengths} -o p", "3 GPUs are no multiple of --pp 2"),

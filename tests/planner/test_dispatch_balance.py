@@ -68,15 +68,6 @@ def test_sums_against_all_assignments() -> None:
     assert np.mean(ratios) < 1.0005
 
 
-def test_bounds_of_known_cases() -> None:
-    """Prevents a valid but loose lower bound."""
-    assert load_bound(np.array([5, 5, 5]), 2) == 10
-    assert load_bound(np.array([4.0, 3, 3, 3]), 3) == 6
-    assert load_bound(np.array([7, 1, 1]), 3) == 7
-    assert load_bound(np.array([2, 2, 1]), 2) == 3  # integer weights: 2.5 is impossible
-    assert load_bound(np.array([]), 2) == 0
-
-
 @pytest.mark.parametrize(
     ("items", "ranks", "above"),
     [(200, 8, 0.002), (640, 64, 0.002), (3_000, 500, 0.04), (100_000, 2_560, 0.002)],

@@ -183,16 +183,6 @@ def fork_programs(monkeypatch) -> None:
     monkeypatch.setattr("scripts.gpu_proof.running.run_within", run_forked)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="fake devices are compiled")
-def test_a_stage_is_tried_without_a_device(tmp_path, fork_programs):
-    """Prevents a replay part that fails on a fake device or mispredicts memory."""
-    part = run_part("replay", PARTS["replay"], make_context(tmp_path, limit_s=900))
-    assert part.status == "ok", part.reason
-    [memory] = part.comparisons
-    assert memory.unit == "GiB" and memory.measured == pytest.approx(memory.predicted, rel=0.5)
-    assert 0 < part.figures["stage 0 element-wise share"] < 1
-
-
 def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, fork_programs):
     """Prevents figures of packs or stages that were not replayed."""
     context = make_context(tmp_path, limit_s=900, on_fake_device=False)

@@ -410,24 +410,6 @@ def test_validation_is_as_strict_as_planning(digits, data, tokenizer, tmp_path):
 FRAMES = 5
 
 
-def test_several_images_share_the_tiles(pictures, tmp_path):
-    """Prevents more tiles for several images than in the released models' training."""
-    tiling = MODEL.vision.tiling.model_copy(update={"max_dynamic_patch": 3})
-    assert MODEL.vision.tiling.max_dynamic_patch == 6
-    fewer = replace(pictures.reader, model=MODEL.with_tower("vision", tiling=tiling))
-    alone = [fewer.pixels([pictures.reader.annotations[k]]) for k in (0, 1)]
-    whole = pictures.reader.pixels([pictures.reader.annotations[1]])
-    both = pictures.load([5], WHOLE)
-    assert both.pixels_TCPP.equal(torch.cat(alone))
-    assert len(whole) > 4 > len(alone[1])
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    meta["plain"]["max_dynamic_patch"] = 3
-    (tmp_path / "limited.json").write_text(json.dumps(meta))
-    limited = Data(tmp_path / "limited.json", pictures.reader.tokenizer)
-    assert limited.load([8], WHOLE).pixels_TCPP.equal(alone[1])
-    assert limited.load([1], WHOLE).pixels_TCPP.equal(whole)
-
-
 @pytest.fixture
 def video(tmp_path, tokenizer) -> Data:
     """Return data with a five-frame video between two texts, and its frames as images."""
