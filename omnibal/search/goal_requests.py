@@ -183,9 +183,15 @@ class GoalRequests:
 
     def may_have_levels(self, request: StrategyRequest) -> bool:
         """Return whether to search levels: shared packs may be faster, and OmniBal trains them."""
-        job = self.goal.job
-        trains = job.trainer.name is None and not job.model.language.is_hybrid
-        return trains and need_levels(request, self.goal.free.levels)
+        job, rule = self.goal.job, self.goal.free.levels
+        if job.model.language.is_hybrid and job.trainer.name is None:
+            if rule.is_forced:
+                raise UserError(
+                    f"--packing-levels: {job.model.name} has gated delta layers, whose states "
+                    "context-parallel ranks do not exchange; leave it out, or give 1"
+                )
+            return False
+        return job.trainer.name is None and need_levels(request, rule)
 
     def plan_request(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
         """Return the plan request of a strategy, on all data."""

@@ -1,12 +1,15 @@
 """Plans of models whose layers are of two kinds in turn, gated delta rule and full attention."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
 import pytest
 from partition_cases import all_cuts
 
+from omnibal import Free, Goal, Samples, plan
+from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -24,6 +27,7 @@ from omnibal.pipeline.stage_memory import pareto_tables
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
+from omnibal.search.level_estimates import LevelRule
 from omnibal.steps.pack_settings import PackSettings
 
 K = 1024
@@ -211,3 +215,15 @@ def test_ranks_are_balanced_by_the_cost_of_both_kinds(name, tensor):
         over.append((fullest / most.min(), most[tokens.argmin()] / most.min()))
     of_plan, of_tokens = np.mean(over, axis=0)
     assert of_plan < 1.02 < 1.03 < of_tokens
+
+
+def test_context_parallel_packs_are_refused():
+    """Prevents plans that the trainer cannot run: its ranks exchange no states of a sample."""
+    parallel, model = Parallel(pipeline=1), load_model("qwen3.5-0.8b")
+    job = JobSpec(
+        model=model, cluster=load_cluster("h100-80g"), parallel=parallel, precision="bf16"
+    )
+    data = Samples(lengths=lengths_of(8 * K, 64 * K))
+    free = replace(Free.everything(gpus=2), levels=LevelRule(count=2))
+    with pytest.raises(UserError, match="gated delta layers"):
+        plan(Goal(job=job, data=data, free=free))
