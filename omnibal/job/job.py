@@ -153,14 +153,11 @@ class JobSpec:
     def check_sizes(self, parallel: Parallel) -> None:
         """Raise UserError if model, cluster, precision or trainer do not support these sizes."""
         self.trainer.check_sizes(parallel)
-        check_parallel(
-            self.pipeline_model,
-            parallel,
-            self.cluster,
-            tensor_across_nodes=self.trainer.tensor_across_nodes,
-        )
+        across, is_own = self.trainer.tensor_across_nodes, self.trainer.name is None
+        options = {"tensor_across_nodes": across, "copies_gates": is_own}
+        check_parallel(self.pipeline_model, parallel, self.cluster, **options)
         adapted = () if self.adapters is None else self.adapters.parts
-        key_heads, is_own = self.model.language.kv_heads, self.trainer.name is None
+        key_heads = self.model.language.kv_heads
         if is_own and LANGUAGE in adapted and parallel.tensor > key_heads:
             raise UserError(
                 f"tensor size {parallel.tensor} exceeds the {key_heads} key-value heads, and "

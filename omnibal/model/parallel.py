@@ -171,6 +171,7 @@ def check_parallel(
     cluster: ClusterConfig,
     *,
     tensor_across_nodes: bool = False,
+    copies_gates: bool = False,  # of attention, over more ranks than key-value heads
 ) -> None:
     """Raise UserError unless the model and the cluster allow these parallel sizes."""
     if parallel.pipeline > model.layers:
@@ -183,21 +184,18 @@ def check_parallel(
             f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
             f"node of {cluster.name}, and its ranks must share a node"
         )
-    _check_tensor(model, parallel, cluster)
+    sizes = _divided_sizes(model, copies_gates)
+    _check_tensor(sizes, model.name, parallel.tensor, cluster.gpus_per_node)
     _check_expert(model, parallel)
 
 
-def _check_tensor(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
-    divided = _divided_sizes(model)
-    for name, size in divided.items():
-        if not _can_divide(name, size, parallel.tensor):
-            numbers = range(1, cluster.gpus_per_node + 1)
-            divisors = [n for n in numbers if _can_divide(name, size, n)]
-            allowed = [
-                n for n in divisors if all(_can_divide(*item, n) for item in divided.items())
-            ]
+def _check_tensor(sizes: dict[str, int], model_name: str, tensor: int, most: int) -> None:
+    for name, size in sizes.items():
+        if not _can_divide(name, size, tensor):
+            divisors = [n for n in range(1, most + 1) if _can_divide(name, size, n)]
+            allowed = [n for n in divisors if all(_can_divide(*item, n) for item in sizes.items())]
             raise UserError(
-                f"tensor size {parallel.tensor} does not divide {name} = {size} of {model.name} "
+                f"tensor size {tensor} does not divide {name} = {size} of {model_name} "
                 f"(divisors: {_join_numbers(divisors)}); this model allows "
                 f"{_join_numbers(allowed)}: choose from these, and more stages if memory is short"
             )
@@ -245,7 +243,7 @@ def expert_sizes(model: ModelConfig, tensor: int, data: int) -> list[int]:
     return [size for size in divisors if size % tensor == 0 or tensor % size == 0]
 
 
-def _divided_sizes(model: ModelConfig) -> dict[str, int]:
+def _divided_sizes(model: ModelConfig, copies_gates: bool) -> dict[str, int]:
     """Return the sizes that the tensor-parallel size must divide, by name in a model file."""
     # Without heads of encoders, which are padded (InternViT's 25), and routed experts.
     language = model.language
@@ -253,7 +251,7 @@ def _divided_sizes(model: ModelConfig) -> dict[str, int]:
     sizes = {f"{name}.ffn_hidden_size": tower.ffn_hidden_size for name, tower in towers}
     qkv_rows = (language.heads + 2 * language.kv_heads) * language.head_width
     # Megatron-core 0.16.1 copies no output gate (`core/transformer/attention.py:1218`).
-    key_values = f"{_KV_HEADS} (with output_gate)" if language.output_gate else _KV_HEADS
+    key_values = _KV_HEADS + " (with output_gate)" * (language.output_gate and not copies_gates)
     sizes |= {"language.heads": language.heads, key_values: language.kv_heads}
     sizes["language's rows of q, k and v"] = qkv_rows
     for kind in dict.fromkeys(language.kinds):

@@ -90,7 +90,8 @@ class GoalRequests:
             if goal.free.sizes is None:
                 # per step, on all data-parallel ranks
                 packs = job.parallel.data * _micro_batches_of_shapes(data, job.parallel.data)
-            single = job.with_sizes(Parallel(pipeline=1, tensor=job.parallel.tensor))
+            alone = {"pipeline": 1, "data": 1, "expert": 1, "sharded": 1}
+            single = job.with_sizes(job.parallel.model_copy(update=alone))
             _, lengths = _shapes(single, data.caps, packs).schedule(single)
             caps, samples_per_step = data.caps, packs
         else:
@@ -187,8 +188,7 @@ class GoalRequests:
         if job.model.language.is_hybrid and job.trainer.name is None:
             if rule.is_forced:
                 raise UserError(
-                    f"--packing-levels: {job.model.name} has gated delta layers, whose states "
-                    "context-parallel ranks do not exchange; leave it out, or give 1"
+                    "--packing-levels: gated delta layers exchange no states; leave it out, or 1"
                 )
             return False
         return job.trainer.name is None and need_levels(request, rule)

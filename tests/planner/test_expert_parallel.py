@@ -208,6 +208,15 @@ def test_the_margin_for_uneven_experts_is_replaced():
     assert {kind.experts.imbalance for kind in moe.language.kinds if kind.experts} == {1.5}
 
 
+def test_shapes_of_experts_are_planned_at_tensor_sizes(capsys, tmp_path):
+    """Prevents --tp refused for lack of sequence parallelism, which is its default."""
+    sizes = "--tp 2 --pp 1 --precision fp32 --max-tiles 8 --max-tokens 512"
+    command = (
+        f"plan --model internvl-digits-moe --cluster laptop-cpu {sizes} -o {tmp_path / 'plan'}"
+    )
+    assert printed(capsys, *command.split())
+
+
 @pytest.mark.parametrize(
     "options",
     [{"--encoder": "data-parallel"}, {"--window": "40", "--dispatch": "off"}, {"--epochs": "2"}],

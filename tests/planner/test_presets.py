@@ -51,7 +51,8 @@ PAIRS = {
     "eva-clip-18b-internlm2-20b": (17.5, 19.86),
 }
 
-QUICKSTARTS = {"internvl-digits", "internvl-digits-moe", "internvl-digits-omni", "qwen3-vl-digits"}
+DIGITS = ("internvl-digits", "internvl-digits-moe", "internvl-digits-omni")
+QUICKSTARTS = {*DIGITS, "qwen3-vl-digits", "qwen3.5-digits"}
 
 TEXT_ONLY = {
     "llama3.1-8b": 16_060_522_496 // 2,
