@@ -80,8 +80,8 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
         ),
         (model_of("runs", 7), "has layers of kind language_layer_window4 (supported"),
         (
-            model_of("language", 4).with_tower("language", post_norms=True, prediction_layers=1),
-            "has language.post_norms True, language.prediction_layers 1 (supported",
+            model_of("language", 4).with_tower("language", post_norms=True, prediction_layers=2),
+            "has language.post_norms True, 2 prediction layers (supported",
         ),
         (
             model_of("language", 4).with_tower("language", activation="gelu", positions="alibi"),

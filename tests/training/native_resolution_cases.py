@@ -229,6 +229,16 @@ def pack_of(samples: Sequence[ImageSample]) -> MicroBatch:
     )
 
 
+def parity_packs(model: ModelConfig) -> list[list[ImageSample]]:
+    """Return packs of images (some with partial windows), a video and text, and of text only."""
+    first = [((Grid(1, 6, 4), Grid(1, 2, 8)), 9), ((), 7), ((Grid(3, 4, 6),), 8)]
+    rows = [first, [((Grid(1, 10, 14),), 6)], [((), 5), ((), 4)]]
+    return [
+        [sample_of(model, *counts, seed=10 * row + place) for place, counts in enumerate(samples)]
+        for row, samples in enumerate(rows)
+    ]
+
+
 def packs_of(model: ModelConfig, number: int, packs: Sequence[Pack]) -> Iterator[MicroBatch]:
     """Yield the packs of step `number`, with loss weights that differ by position."""
     for index, samples in enumerate(packs):

@@ -18,6 +18,7 @@ from conversion_file_cases import check_round_trip, export_to_match, tensors_of
 from native_resolution_cases import (
     ImageSample,
     pack_of,
+    parity_packs,
     pixel_arguments,
     qwen3_5,
     qwen3_5_moe,
@@ -26,7 +27,6 @@ from native_resolution_cases import (
 from qwen_vl_cases import save_tensors
 from ranks import run_ranks
 from released import expand_experts, imported, randomize
-from test_qwen_vl_parity import packs_of
 from toy import stages_of, toy_plan
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -102,7 +102,7 @@ def sample_losses(model: torch.nn.Module, sample: ImageSample):
 
 def compute_reference(links, name: str) -> Computed:
     model = reference_model(name)
-    packs = [[sample_losses(model, one) for one in pack] for pack in packs_of(MODELS[name])]
+    packs = [[sample_losses(model, one) for one in pack] for pack in parity_packs(MODELS[name])]
     losses = torch.cat([losses for pack in packs for _, losses, _ in pack])
     predicted = torch.cat([predicted for pack in packs for _, _, predicted in pack])
     ((losses.sum() + FACTOR * predicted.sum()) / len(losses)).backward()
@@ -132,7 +132,7 @@ def test_it_predicts_the_token_after_the_next(tmp_path, name, cuts, sizes):
     model = open_released(tmp_path / "released").model
     assert model.language.prediction_layers == 1 and model.language.prediction_loss == FACTOR
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
-    batches = [*map(pack_of, packs_of(MODELS[name]))]
+    batches = [*map(pack_of, parity_packs(MODELS[name]))]
     ranks = run_ranks(plan.parallel, observe, plan, run, batches)
     [expected] = run_ranks(Parallel(pipeline=1), compute_reference, name)
     # The head runs for the prediction layer, then for the model.
@@ -151,7 +151,7 @@ def test_it_can_be_left_out(tmp_path):
     layer, and checkpoints that load with it and its first loss weight only."""
     folder = save_release("dense", tmp_path / "released")
     run, model = imported(folder, tmp_path / "run"), open_released(folder).model
-    batches = [*map(pack_of, packs_of(MODELS["dense"]))]
+    batches = [*map(pack_of, parity_packs(MODELS["dense"]))]
     for changes in ({"prediction_layers": 0}, {"prediction_loss": 0.5}):
         changed = model.with_tower("language", **changes)
         plan, trained = toy_plan(changed, stages_of(changed)), tmp_path / "-".join(changes)

@@ -21,6 +21,7 @@ from conversion_file_cases import edit_config, export_run
 from native_resolution_cases import (
     ImageSample,
     pack_of,
+    parity_packs,
     pixel_arguments,
     qwen2_5_vl,
     qwen2_vl,
@@ -28,7 +29,6 @@ from native_resolution_cases import (
     qwen3_5_moe,
     qwen3_vl,
     qwen3_vl_moe,
-    sample_of,
     transformers_model,
 )
 from ranks import run_ranks
@@ -41,7 +41,6 @@ from megatron.vlm.conversion.exporting import plan_export_like, write_export
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.tensor_map import TensorLayout
 from megatron.vlm.inputs.batch import MicroBatch
-from omnibal.data.native_resolution import Grid
 from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
@@ -61,22 +60,12 @@ MODELS = {name: model for name, (model, _) in KINDS.items()}
 GATED = {"qwen2.5-vl": ("vision.",)}
 
 
-def packs_of(model: ModelConfig) -> list[list[ImageSample]]:
-    """Return packs of images (some with partial windows), a video and text, and of text only."""
-    first = [((Grid(1, 6, 4), Grid(1, 2, 8)), 9), ((), 7), ((Grid(3, 4, 6),), 8)]
-    rows = [first, [((Grid(1, 10, 14),), 6)], [((), 5), ((), 4)]]
-    return [
-        [sample_of(model, *counts, seed=10 * row + place) for place, counts in enumerate(samples)]
-        for row, samples in enumerate(rows)
-    ]
-
-
 def hf_model(name: str) -> torch.nn.Module:
     return randomize(transformers_model(MODELS[name]))
 
 
 def batches_of(name: str) -> list[MicroBatch]:
-    return [*map(pack_of, packs_of(MODELS[name]))]
+    return [*map(pack_of, parity_packs(MODELS[name]))]
 
 
 def import_run(name: str, folder: Path) -> Path:
@@ -97,7 +86,7 @@ def reference(name: str):
 
 
 def compute_reference(links, name: str) -> Computed:
-    return compute_samples(hf_model(name), packs_of(MODELS[name]), logits_of)
+    return compute_samples(hf_model(name), parity_packs(MODELS[name]), logits_of)
 
 
 # Units: 0 vision embed, 1-5 vision layers (2 and 4 output deepstack features), 6 projector, 7
@@ -144,7 +133,8 @@ def logits_of_folder(links, folder: Path, model: ModelConfig):
 def logits_of_packs(hf_model: torch.nn.Module, model: ModelConfig) -> list[torch.Tensor]:
     with torch.no_grad():
         return [
-            torch.cat([logits_of(hf_model, sample) for sample in pack]) for pack in packs_of(model)
+            torch.cat([logits_of(hf_model, sample) for sample in pack])
+            for pack in parity_packs(model)
         ]
 
 
