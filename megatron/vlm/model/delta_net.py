@@ -30,6 +30,7 @@ from megatron.vlm.model.fused.gated_delta import (
     normalize_heads,
     normalize_heads_backward,
 )
+from megatron.vlm.model.fused.rotary import locate_tokens
 from megatron.vlm.model.tensor_parallel import divide
 from omnibal.model.layer_kinds import LinearAttention
 
@@ -115,7 +116,7 @@ class GatedDeltaNet(MegatronModule):
         values = per_group * value_size
         widths = [2 * size + values, values, per_group, per_group]
         # Copies: a view saved for backward would keep all rows in memory.
-        mixed_TC, gate_TX, rate_TN, decay_TN = (
+        mixed_TC, gate_TX, logit_TN, decay_TN = (
             rows.flatten(1).contiguous() for rows in rows_TGX.split(widths, -1)
         )
         del rows_T1X, rows_TGX
@@ -124,7 +125,7 @@ class GatedDeltaNet(MegatronModule):
         heads_TGX = mixed_TC.unflatten(-1, (groups, -1)).split([size, size, values], -1)
         query_TGD, key_TGD, value_TGX = (heads.contiguous() for heads in heads_TGX)
         del mixed_TC, heads_TGX
-        decay_TN, beta_TN = DecayAndRate.apply(decay_TN, rate_TN, self.A_log, self.dt_bias)
+        decay_TN, beta_TN = DecayAndRate.apply(decay_TN, logit_TN, self.A_log, self.dt_bias)
         value_TNE = value_TGX.flatten(1).unflatten(-1, (-1, value_size))
         output_TNE = delta_rule(query_TGD, key_TGD, value_TNE, decay_TN, beta_TN, packed_seq_params)
         gate_TNE = gate_TX.unflatten(-1, (-1, value_size))
@@ -262,8 +263,7 @@ def run_rule(
     query, key = (cut(x.repeat_interleave(repeats, 1)) for x in (query_TGD, key_TGD))
     value, decay, beta = cut(value_TNE), cut(decay_TN), cut(beta_TN).unsqueeze(-1)
     query = query * size**-0.5
-    numbers = torch.arange(tokens + padding, device=borders.device, dtype=borders.dtype)
-    samples_KB = torch.bucketize(numbers, borders[1:], right=True).unflatten(0, (-1, CHUNK))
+    samples_KB = locate_tokens(borders, tokens + padding)[1].unflatten(0, (-1, CHUNK))
     last_K = samples_KB[:, -1]
     # The state that enters a chunk is of the sample that the previous chunk ends with.
     entering_K = F.pad(last_K[:-1], (1, 0), value=-1)

@@ -34,8 +34,7 @@ from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.experts import Routing, StackedExperts, StackedLinear, WithLoss
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
-from megatron.vlm.model.fused.gated_delta import places_of
-from megatron.vlm.model.fused.rotary import rotation, sectioned_rotation
+from megatron.vlm.model.fused.rotary import locate_tokens, rotation, sectioned_rotation
 from megatron.vlm.model.groups import ContextGroups
 from megatron.vlm.model.layers import language_layer_spec
 from megatron.vlm.model.prediction_layer import PredictionLayer
@@ -442,7 +441,8 @@ class VLMStage(MegatronModule):
         hidden_S1E = self.prediction(hidden_S1E, embedded_S1E, routing=routing, **packing)
         logits_LW = self.logits(hidden_S1E, (positions_L - 1).clamp(min=0))
         losses_L = cross_entropy(logits_LW, batch.labels_L, self.own_words)
-        places_S = places_of(packing["packed_seq_params"].cu_seqlens_q, batch.tokens + padding)
+        borders = packing["packed_seq_params"].cu_seqlens_q
+        places_S, _ = locate_tokens(borders, batch.tokens + padding)
         weights_L = (places_S[positions_L] > 0).to(losses_L.dtype)
         if batch.loss_weights_L is not None:
             weights_L = weights_L * batch.loss_weights_L

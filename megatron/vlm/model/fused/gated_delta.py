@@ -8,14 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.vlm.model.fused.compiled import compiled_on_cuda
+from megatron.vlm.model.fused.rotary import locate_tokens
 
 _LENGTH_EPS = 1e-6  # added to q's and k's squared length, as in flash-linear-attention
-
-
-def places_of(borders: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return each token's position in its sample, [T]; padding after the end counts from 0."""
-    numbers_T = torch.arange(tokens, device=borders.device, dtype=borders.dtype)
-    return numbers_T - borders[torch.bucketize(numbers_T, borders[1:], right=True)]
 
 
 @compiled_on_cuda("normalize_heads")
@@ -56,7 +51,7 @@ def _convolve(
 def _convolve_and_activate(
     rows_TC: torch.Tensor, weight_C1W: torch.Tensor, borders: torch.Tensor
 ) -> torch.Tensor:
-    places_T = places_of(borders, len(rows_TC))
+    places_T, _ = locate_tokens(borders, len(rows_TC))
     return F.silu(_convolve(rows_TC, weight_C1W, places_T)).to(rows_TC.dtype)
 
 
@@ -67,7 +62,7 @@ def _convolution_backward(
     weight_C1W: torch.Tensor,
     borders: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    places_T = places_of(borders, len(rows_TC))
+    places_T, _ = locate_tokens(borders, len(rows_TC))
     sums_TC = _convolve(rows_TC, weight_C1W, places_T)
     of_sums_TC = gradient_TC.float() * _silu_slope(sums_TC)
     taps_WC = weight_C1W[:, 0].t().float().flip(0)
@@ -101,10 +96,10 @@ class PackedConvolution(torch.autograd.Function):
 
 @compiled_on_cuda("decay_and_rate")
 def _decay_and_rate(
-    decay_TN: torch.Tensor, rate_TN: torch.Tensor, log_rate_N: torch.Tensor, bias_N: torch.Tensor
+    decay_TN: torch.Tensor, logit_TN: torch.Tensor, log_rate_N: torch.Tensor, bias_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     steps_TN = F.softplus(decay_TN.float() + bias_N.float())
-    return -log_rate_N.float().exp() * steps_TN, rate_TN.float().sigmoid().to(rate_TN.dtype)
+    return -log_rate_N.float().exp() * steps_TN, logit_TN.float().sigmoid().to(logit_TN.dtype)
 
 
 @compiled_on_cuda("decay_and_rate_backward")
@@ -112,7 +107,7 @@ def _decay_and_rate_backward(
     of_decay_TN: torch.Tensor,
     of_beta_TN: torch.Tensor,
     decay_TN: torch.Tensor,
-    rate_TN: torch.Tensor,
+    logit_TN: torch.Tensor,
     log_rate_N: torch.Tensor,
     bias_N: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
@@ -120,22 +115,22 @@ def _decay_and_rate_backward(
     of_steps_TN = -of_decay_TN * rates_N
     of_inputs_TN = of_steps_TN * inputs_TN.sigmoid()
     of_log_rate_N = (of_steps_TN * F.softplus(inputs_TN)).sum(0)
-    beta_TN = rate_TN.float().sigmoid()
-    of_rate_TN = of_beta_TN.float() * beta_TN * (1 - beta_TN)
+    beta_TN = logit_TN.float().sigmoid()
+    of_logit_TN = of_beta_TN.float() * beta_TN * (1 - beta_TN)
     return (
         of_inputs_TN.to(decay_TN.dtype),
-        of_rate_TN.to(rate_TN.dtype),
+        of_logit_TN.to(logit_TN.dtype),
         of_log_rate_N.to(log_rate_N.dtype),
         of_inputs_TN.sum(0).to(bias_N.dtype),
     )
 
 
 class DecayAndRate(torch.autograd.Function):
-    """Return float32 log decays -exp(log_rate) softplus(decay + bias), and beta = sigmoid(rate)."""
+    """Log decays -exp(log_rate) softplus(decay + bias), float32; beta = sigmoid(logit)."""
 
     @staticmethod
-    def forward(ctx, decay_TN, rate_TN, log_rate_N, bias_N):
-        inputs = (decay_TN, rate_TN, log_rate_N, bias_N)
+    def forward(ctx, decay_TN, logit_TN, log_rate_N, bias_N):
+        inputs = (decay_TN, logit_TN, log_rate_N, bias_N)
         ctx.save_for_backward(*inputs)
         return _decay_and_rate(*inputs)
 

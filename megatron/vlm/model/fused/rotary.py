@@ -32,6 +32,14 @@ class HeadWeights(NamedTuple):
     eps: float
 
 
+def locate_tokens(borders: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's position in its sample, and the sample's number, [T]; see `rotation`."""
+    # All on the device, so that the host does not wait for `borders`.
+    places_T = torch.arange(tokens, device=borders.device, dtype=borders.dtype)
+    samples_T = torch.bucketize(places_T, borders[1:], right=True)
+    return places_T - borders[samples_T], samples_T
+
+
 def rotation(
     borders: torch.Tensor, tokens: int, frequencies: torch.Tensor, first: torch.Tensor | None = None
 ) -> Rotation:
@@ -43,10 +51,7 @@ def rotation(
         frequencies: angles per position (RoPE, arXiv 2104.09864), float32 [D / 2].
         first: for pieces of samples, first token within the sample, int32 [pieces], on the device.
     """
-    # All on the device, so that the host does not wait for `borders`.
-    places_T = torch.arange(tokens, device=borders.device, dtype=borders.dtype)
-    samples_T = torch.bucketize(places_T, borders[1:], right=True)
-    positions_T = places_T - borders[samples_T]
+    positions_T, samples_T = locate_tokens(borders, tokens)
     if first is not None:
         positions_T += first[samples_T]
     angles = positions_T.to(frequencies.dtype).outer(frequencies)
