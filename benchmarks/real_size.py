@@ -42,7 +42,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline.baselines import JOINT, PartitionMethod, RecomputeRule, SplitRule
-from omnibal.report.command_tables import fake_device_launches_table
+from omnibal.report.replay_tables import fake_device_launches_table
 from omnibal.report.table import Column, Table
 
 REPOSITORY = Path(__file__).resolve().parent.parent

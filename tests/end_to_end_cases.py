@@ -77,7 +77,7 @@ def forked_steps(monkeypatch) -> list[str]:
         said.append(ended.stdout + ended.stderr)
         return ended.returncode
 
-    monkeypatch.setattr("omnibal.runs.running._run_command", fork_command)
+    monkeypatch.setattr("omnibal.cli.run_steps._run_command", fork_command)
     return said
 
 

@@ -40,13 +40,13 @@ from omnibal.cli.options import ProviderOption
 from omnibal.job.fake_replay import Roofline, read_fake_stages
 from omnibal.job.replay import REPLAY_FILES, read_replay
 from omnibal.model.limits import memory_cap_gib
-from omnibal.report.command_tables import (
+from omnibal.report.plan_tables import peak_table, stages_table
+from omnibal.report.replay_tables import (
     contents_table,
     fake_device_launches_table,
     fake_device_table,
     replayed_stages_table,
 )
-from omnibal.report.plan_tables import peak_table, stages_table
 from omnibal.report.table import Table
 
 _STEPS, _REPETITIONS = 10, 3  # defaults

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 import typer
 
+import omnibal.cli.command_tables as tables
 import omnibal.cli.options as shared
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.data.lengths import read_lengths
 from omnibal.families.named import model_notes
 from omnibal.model.limits import SEARCH_SAMPLES
 from omnibal.packing.packing import PackingMethod
-from omnibal.report import command_tables
 from omnibal.steps.pack_settings import PackSettings
 
 
@@ -79,5 +79,5 @@ def caps(
         ],
         "seconds": time.perf_counter() - start,
     }
-    table = command_tables.caps_table(outcome, job.memory_cap_gib)
+    table = tables.caps_table(outcome, job.memory_cap_gib)
     print_result(as_json, result, table, *unusable, f"use: {' '.join(outcome.best.options)}")

@@ -137,7 +137,7 @@ def lengths(
     (docs/data.md).
     """
     from omnibal.data.external_lengths import is_cached_dataset
-    from omnibal.report.command_tables import source_statistics, sources_table
+    from omnibal.report.plan_tables import source_statistics, sources_table
 
     start = time.perf_counter()
     is_file = output.is_file() and not is_stream(output)

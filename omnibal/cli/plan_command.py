@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import omnibal.cli.command_tables as tables
 import omnibal.cli.options as shared
 import omnibal.cli.plan_results as results
 from omnibal.base.errors import UserError
@@ -36,7 +37,6 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
-from omnibal.report import command_tables
 from omnibal.search.conflicts import Feature, check_complete, check_together
 from omnibal.steps.pack_settings import PORTION_SAMPLES
 
@@ -372,9 +372,9 @@ def _make_goal(
 def _print_plan(
     as_json: bool, planned: "Planned", rates: "Sequence[StepRate]", limits: dict[str, Any]
 ) -> None:
+    from omnibal.cli.phase_table import phases_of_plan, phases_table
     from omnibal.job.check import training_obstacles
     from omnibal.report import plan_tables
-    from omnibal.report.phase_table import phases_of_plan, phases_table
     from omnibal.search.step_size import StepSamples
 
     result, search, prediction = planned.result, planned.strategies, planned.prediction
@@ -394,7 +394,7 @@ def _print_plan(
         )
     print_notes(notes)
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
-    summary["image_share"] = None if plan.shapes is None else plan_tables.share_of_images(plan)
+    summary["image_share"] = None if plan.shapes is None else tables.share_of_images(plan)
     summary["window"] = None if windows is None else asdict(windows)
     summary["levels"] = results.levels_of_plan(plan, packs)
     summary |= results.balance_of(plan, result.data)
@@ -410,10 +410,10 @@ def _print_plan(
     if packs is not None and windows is None:  # a window fixes the samples per step
         size = StepSamples.count(packs)
         summary["step"] = {**asdict(size), "source": planned.step_source}
-        lines.append(plan_tables.step_text(size, planned.step_source))
+        lines.append(tables.step_text(size, planned.step_source))
     summary["step_sizes"] = [asdict(rate) for rate in rates]
     if len(rates) > 1:
-        lines.append(plan_tables.rates_text(rates))
+        lines.append(tables.rates_text(rates))
     summary |= planned.sharding.as_dict() | planned.schedule.as_dict()
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
     summary["phases"] = [asdict(phase) for phase in phases]
@@ -431,11 +431,11 @@ def _print_plan(
             for strategy in search.ranking
         ]
         summary["strategies_gap"] = search.gap
-        strategies = [command_tables.strategy_table(search, memory_cap_gib(plan.cluster))]
-        close = command_tables.close_call(search, errors_of_plan(plan))
+        strategies = [tables.strategy_table(search, memory_cap_gib(plan.cluster))]
+        close = tables.close_call(search, errors_of_plan(plan))
         summary["close_call"] = close
         strategies += [] if close is None else [close]
-    memory, lost = plan_tables.peak_table(plan), plan_tables.lost_time_table(prediction)
+    memory, lost = plan_tables.peak_table(plan), tables.lost_time_table(prediction)
     assert memory is not None
     pack_tables = results.levels_table(plan, packs), phases_table(phases)
     print_result(
@@ -444,11 +444,11 @@ def _print_plan(
         *lines,
         *strategies,
         *(table for table in pack_tables if table is not None),
-        *plan_tables.encoder_facts(plan, choice),
+        *tables.encoder_facts(plan, choice),
         plan_tables.stages_table(plan),
         memory,
         lost,
-        plan_tables.plan_facts(plan, prediction, planned.sharding, planned.schedule),
+        tables.plan_facts(plan, prediction, planned.sharding, planned.schedule),
     )
 
 

@@ -1,10 +1,10 @@
 """`omnibal presets`: list models and clusters."""
 
+import omnibal.cli.command_tables as tables
 from omnibal.cli.console import print_result
 from omnibal.cli.options import JsonOption
 from omnibal.families.named import hub_ids
 from omnibal.model.config import load_cluster, load_model, preset_names
-from omnibal.report import command_tables
 
 
 def presets(as_json: JsonOption = False) -> None:
@@ -27,7 +27,7 @@ def presets(as_json: JsonOption = False) -> None:
     print_result(
         as_json,
         result,
-        command_tables.models_table(counted),
-        command_tables.hub_ids_table(ids),
-        command_tables.clusters_table(clusters),
+        tables.models_table(counted),
+        tables.hub_ids_table(ids),
+        tables.clusters_table(clusters),
     )

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+import omnibal.cli.command_tables as tables
 import omnibal.cli.options as shared
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
@@ -20,7 +21,6 @@ from omnibal.data.lengths import length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
 from omnibal.model.config import PlainPrecision, config_file, config_toml, load_cluster
 from omnibal.model.limits import check_limits
-from omnibal.report import command_tables
 
 _MAX_REPETITIONS = 10_000  # hours of timing; more is a typo
 
@@ -176,7 +176,7 @@ def profile(
             "provider": result.provider,
             "residuals": [asdict(residual) for residual in residuals],
         },
-        command_tables.residuals_table(residuals, result.provider),
+        tables.residuals_table(residuals, result.provider),
     )
 
 

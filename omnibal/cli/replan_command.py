@@ -7,10 +7,10 @@ import typer
 
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder, check_outside
+from omnibal.cli.command_tables import misprediction_table, replan_facts, replan_summary
 from omnibal.cli.console import ConsoleListener, print_result
 from omnibal.cli.options import DirectoryArgument, JsonOption, count_option, size_option
 from omnibal.model.parallel import MAX_DEVICES
-from omnibal.report.command_tables import misprediction_table, replan_facts, replan_summary
 
 
 def replan(
@@ -33,7 +33,7 @@ def replan(
     from omnibal.job.check import open_plan
     from omnibal.job.plan_files import save_plan
     from omnibal.job.runlog import RUN_FILE, RunLog, read_run, read_run_info
-    from omnibal.runs.replanning import replan as replan_run
+    from omnibal.search.replanning import replan as replan_run
 
     files = open_plan(directory, to_train=True)
     if gpus is not None and nodes is not None:

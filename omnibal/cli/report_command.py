@@ -72,8 +72,8 @@ def report(
 def _tables(shown: "ReportInput") -> Iterator[Table | Facts]:
     """Yield the printed tables: of a replay, a run, and held-out accuracy."""
     from omnibal.report.cards import card_facts, headline_cards
-    from omnibal.report.command_tables import fake_device_table
     from omnibal.report.plan_tables import accuracy_table, peak_table, stages_table
+    from omnibal.report.replay_tables import fake_device_table
 
     sources, run = (shown.plan, shown.run, shown.replay), shown.run
     if run or shown.replay:

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 import typer
 
 import omnibal.cli.options as shared
+import omnibal.cli.run_steps as steps_of_run
 from omnibal.base.errors import UserError
 from omnibal.base.folder_lock import lock_folder
 from omnibal.cli.console import print_notes
 from omnibal.cli.help_groups import given_options
 from omnibal.cli.plan_command import PlacementOptions, PlanDataOptions, StrategyOptions
+from omnibal.cli.run_steps import RunStep
 from omnibal.families.named import named_model
 from omnibal.model.config import ClusterConfig, load_cluster
-from omnibal.runs import running
-from omnibal.runs.running import RunStep
 
 _RESOLVED = ("model", "cluster", "gpus")  # passed to `omnibal plan` resolved, not as typed
 
@@ -91,19 +91,21 @@ def run(
     if asked.weights is not None and asked.weights.resolve().is_relative_to(output.resolve()):
         raise UserError(f"--weights {asked.weights}: is in {output}; give another -o")
     if not for_other_trainer:
-        weights, is_on_hub = running.choose_weights(
+        weights, is_on_hub = steps_of_run.choose_weights(
             model, asked.weights, from_scratch=asked.from_scratch
         )
     model = str(weights) if is_on_hub else model  # config and tokenizer; weights come later
     named_model(model)  # an unknown model fails before the long scan
-    tokenizer = asked.tokenizer_model or running.find_tokenizer(model, weights)
+    tokenizer = asked.tokenizer_model or steps_of_run.find_tokenizer(model, weights)
     plan_options = _typed_options(context, (given, data, strategy, sizes, partition))
     if cluster.is_cpu and not {"--precision", "--profile"} & set(plan_options):
         plan_options += ["--precision", "fp32"]
     plan_options += ["--cluster", _absolute(given.cluster), "--gpus", str(gpus)]
     data_root = [] if asked.data_root is None else ["--data-root", _absolute(asked.data_root)]
     scan_options = [*data_root, *(["--template", asked.template] if asked.template else [])]
-    planning = running.plan_steps(asked.data, model, tokenizer, plan_options, output, scan_options)
+    planning = steps_of_run.plan_steps(
+        asked.data, model, tokenizer, plan_options, output, scan_options
+    )
     with lock_folder("-o", output, _print_progress):  # a second run would mix its files with ours
         _run_steps(planning, output)
         if for_other_trainer:
@@ -114,25 +116,27 @@ def run(
             return
         if is_on_hub:
             _print_progress(f"fetching the weights of {given.model}, or finding them in the cache")
-            running.fetch_checkpoint(given.model, weights=True)
+            steps_of_run.fetch_checkpoint(given.model, weights=True)
         loaded = weights
-        if weights is not None and running.has_released_weights(weights):
+        if weights is not None and steps_of_run.has_released_weights(weights):
             loaded = output / "weights"
-            _run_steps([running.conversion_step("import", weights, loaded)], output)
+            _run_steps([steps_of_run.conversion_step("import", weights, loaded)], output)
         more = ([] if loaded is None else ["--load", str(loaded), "--finetune"]) + data_root + more
         more += context.args  # last, so that the user's words override ours
         per_node = cluster.gpus_per_node
-        running.write_launch(output, asked.data, tokenizer, per_node, gpus, more)
-        training = running.training_step(output, loaded, planning[0], more)
+        steps_of_run.write_launch(output, asked.data, tokenizer, per_node, gpus, more)
+        training = steps_of_run.training_step(output, loaded, planning[0], more)
         # Jobs of several nodes are launched by the user, with the written train.sh.
         available = per_node if cluster.is_cpu else min(_count_gpus(), per_node)
         _run_steps([training], output, trains=asked.start and gpus <= available)
         like = weights if loaded != weights else Path(model)  # whose config the export repeats
-        is_released = like is not None and running.has_released_weights(like)
+        is_released = like is not None and steps_of_run.has_released_weights(like)
         if asked.export and is_released and training.is_complete:
             released, run_folder = output / "hf", output / "run"
             template = ("--like", str(like))
-            _run_steps([running.conversion_step("export", run_folder, released, *template)], output)
+            _run_steps(
+                [steps_of_run.conversion_step("export", run_folder, released, *template)], output
+            )
 
 
 def _count_gpus() -> int:
@@ -173,7 +177,7 @@ def _typed_options(context: typer.Context, groups: Sequence[Any]) -> list[str]:
 
 
 def _run_steps(steps: Sequence[RunStep], output: Path, *, trains: bool = True) -> None:
-    status = running.run_steps(steps, output / "steps.json", _print_progress, trains=trains)
+    status = steps_of_run.run_steps(steps, output / "steps.json", _print_progress, trains=trains)
     if status:
         raise SystemExit(status)
 

@@ -7,12 +7,12 @@ from typing import Annotated
 import numpy as np
 import typer
 
+import omnibal.cli.command_tables as tables
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result, status
 from omnibal.cli.options import DirectoryArgument, JsonOption, check_picture, count_option
 from omnibal.job.plan import plan_files
-from omnibal.report import command_tables
 from omnibal.report.formatting import write_ascii
 
 
@@ -30,9 +30,9 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate all steps of a plan; report times and busy stages."""
+    from omnibal.cli.trace import chrome_trace
     from omnibal.job.check import open_plan
     from omnibal.pipeline.simulate import simulate_levels
-    from omnibal.report.trace import chrome_trace
 
     check_files({"--trace": trace, "--picture": picture}, plan_files(directory))
     check_picture(picture)
@@ -68,4 +68,4 @@ def simulate(
         "trace": None if trace is None else str(trace),
         "trace_step": None if trace is None else shown,
     }
-    print_result(as_json, result, command_tables.simulation_facts(result))
+    print_result(as_json, result, tables.simulation_facts(result))

@@ -1,6 +1,6 @@
 """Costs corrected by a run: times of another source, multiplied by factors per unit and feature.
 
-`omnibal.runs.refit` fits the factors to a run's log; `refit.json` stores them with the plan.
+`omnibal.job.refit` fits the factors to a run's log; `refit.json` stores them with the plan.
 """
 
 from collections.abc import Collection, Mapping

@@ -19,9 +19,9 @@ from omnibal.packing.pack_bound import naive_lower_bound
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.report import plan_tables
 from omnibal.report.cards import headline_cards
-from omnibal.report.command_tables import fake_device_table, sources_table
 from omnibal.report.figures import curve_figure, split_figure
 from omnibal.report.formatting import change_ms, milliseconds, percent, write_ascii
+from omnibal.report.replay_tables import fake_device_table
 from omnibal.report.step_time import StepTime, split_measured_step, step_time
 from omnibal.report.summary import RunSummary, summarise_run
 from omnibal.report.timeline import timeline_figure
@@ -160,6 +160,6 @@ def _variables(report: ReportInput) -> dict[str, Any]:
         metrics = measure_packs(packs, lengths, plan.pack_levels, dp, packs.tokens, bound)
         variables |= {
             "packing": plan_tables.packing_facts(metrics, "tokens", plan.data),
-            "sources": sources_table(lengths, most=_SOURCES_SHOWN),
+            "sources": plan_tables.sources_table(lengths, most=_SOURCES_SHOWN),
         }
     return variables

@@ -1,20 +1,21 @@
-"""Tables of a plan, its replay and its run, for terminals and the page."""
+"""Tables of a plan, its lengths, its replay and its run, for terminals and the page."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import Any
 
+import numpy as np
+
+from omnibal.data.lengths import Lengths
 from omnibal.job.plan import DataPlan, MixtureSeen, Plan
 from omnibal.job.published_errors import errors_of_plan
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import Evaluation, KindAccuracy, StepRecord
 from omnibal.model.limits import memory_cap_gib
-from omnibal.model.units import model_parts
-from omnibal.pipeline.prediction import Prediction
 from omnibal.report.formatting import (
     EN_DASH,
     align_decimals,
     describe_sharding,
-    milliseconds,
     number,
     percent,
     shorten,
@@ -29,10 +30,6 @@ from omnibal.report.summary import (
     telling_examples,
 )
 from omnibal.report.table import Cell, Column, Facts, Marked, Style, Table
-from omnibal.search.encoder_placement import PlacementChoice
-from omnibal.search.schedule_choice import ScheduleChoice
-from omnibal.search.step_size import StepRate, StepSamples
-from omnibal.search.weight_sharding import ShardingChoice
 from omnibal.steps.balance_metrics import PackMetrics
 
 _EXAMPLES_SHOWN = 12  # rows before a table is longer than a screen
@@ -160,108 +157,6 @@ def peak_table(
     return Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", columns, caption)
 
 
-def lost_time_table(prediction: Prediction) -> Table:
-    """Return the predicted step time by cause: the ideal, losses, and the step, their sum."""
-    step_ms = prediction.step_ms
-    rows = [
-        (cause, f"{ms:z,.1f}", percent(ms / step_ms))
-        for cause, ms in {**prediction.lost.causes(), "step": step_ms}.items()
-    ]
-    columns = [Column(title=title) for title in ("", "ms", "of the step")]
-    return Table.of_rows("Where the step's time goes", columns, rows[:-1], rows[-1:])
-
-
-def step_text(size: StepSamples, source: str) -> str:
-    """Return a sentence on samples and tokens per step. `source` is the origin of their number."""
-    spread = f"{size.low:,} to {size.high:,} in nine of ten, " * (size.low != size.high)
-    asked = f", {source}" if source else ""
-    return f"A step has {size.samples:,.0f} samples{asked} ({spread}{size.tokens:,.0f} tokens)."
-
-
-def rates_text(rates: Sequence[StepRate]) -> str:
-    """Return a sentence on predicted samples per second by samples per step."""
-    texts = [f"{rate.samples_per_step:,}: {rate.samples_per_second:,.2f}" for rate in rates]
-    return f"Samples per second by --samples-per-step, simulated: {' | '.join(texts)}"
-
-
-def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
-    """Return facts on encoder placement and data-parallel encoders. Empty if nothing to choose."""
-    encoders = plan.data_parallel_encoders
-    predicted = None if plan.prediction is None else plan.prediction.data_parallel_encoders
-    if predicted is None and len(choice.predicted) < 2:
-        return []
-    entries = [("placement", choice.chosen.value), ("why", choice.reason)]
-    if encoders is not None and predicted is not None:
-        ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
-        entries.append(("ranks that encode together", f"{ranks:,}"))
-        entries.append(("weights of encoders", describe_sharding(plan.parallel, encoders.sharded)))
-        for name, encoder in plan.model.encoders.items():
-            entries.append((f"{encoder.feature} in a pass", f"{encoders.items_per_pass[name]:,}"))
-            entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))
-        times = f"{milliseconds(predicted.forward_ms)} + {milliseconds(predicted.backward_ms)}"
-        entries.append(("forward + backward", times))
-        entries.append(("busiest rank over mean", f"{predicted.busiest:.3f}"))
-        entries.append(("exchange of features", milliseconds(predicted.exchange_ms)))
-    return [Facts("Encoders", entries)]
-
-
-def share_of_images(plan: Plan) -> float | None:
-    """Return image tokens over the tokens of a pack of shapes, or None without image encoders."""
-    assert plan.shapes is not None
-    caps, towers = plan.shapes.caps, plan.model.encoders.values()
-    images = [tower for tower in towers if tower.of_images]
-    if not images:
-        return None
-    return sum(caps[tower.feature] * tower.tokens_per_item for tower in images) / caps["tokens"]
-
-
-def _data_text(plan: Plan) -> str:
-    if plan.data is not None:
-        samples = f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s)"
-        return f"{samples} in {plan.data.packs:,} packs, {plan.data.steps:,} steps"
-    assert plan.shapes is not None
-    text, share = f"no samples: every pack has {plan.shapes.caps}", share_of_images(plan)
-    if share is not None:
-        text += f", {100 * share:.0f} % of the tokens are images'"
-    if plan.shapes.image_tokens is not None:
-        text += f", {plan.shapes.image_tokens:,} an image"
-    return text
-
-
-def plan_facts(
-    plan: Plan, prediction: Prediction, sharding: ShardingChoice, schedule: ScheduleChoice
-) -> Facts:
-    """Return facts on the job, its prediction, and the choices of sharding and schedule."""
-    parallel, exchange = plan.parallel, prediction.exchange
-    entries = [
-        ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
-        ("data", _data_text(plan)),
-        ("step", milliseconds(prediction.step_ms, 4)),
-        ("pipeline idle time", f"{percent(prediction.bubble_fraction)} of the step"),
-    ]
-    if schedule.reason:
-        entries.append(("schedule", schedule.reason))
-    if exchange.total_ms:
-        exposed = f"{milliseconds(exchange.exposed_ms)} exposed"
-        entries.append(("data-parallel exchange", f"{milliseconds(exchange.total_ms)}, {exposed}"))
-    if prediction.samples_per_second_per_gpu is not None:
-        per_second = prediction.samples_per_second_per_gpu * parallel.world_size
-        entries.append(("samples per second", f"{per_second:,.2f}"))
-    if prediction.gpu_days is not None:
-        entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
-    if plan.adapters is not None:
-        entries.append(("adapters", plan.adapters.summary))
-        known = {*plan.adapters.parts, *plan.frozen}
-        fully = [part for part in model_parts(plan.model) if part not in known]
-        entries.append(("fully trained", ", ".join(fully) or "nothing"))
-    if parallel.sharded > 1:
-        entries.append(("weights", f"{parallel.sharding}, sharded over {parallel.sharded} ranks"))
-    if sharding.others:
-        entries.append(("other shardings", sharding.reason))
-    entries.append(("costs from", prediction.cost_source))
-    return Facts("Plan", [*entries, ("error of such predictions", str(errors_of_plan(plan)))])
-
-
 def accuracy_table(evaluation: Evaluation) -> Table | None:
     """Return exact answers by kind with 95 % intervals and chance rate, or None without kinds."""
     if not evaluation.kinds:
@@ -386,3 +281,44 @@ def _describe_packing(data: DataPlan) -> str:
 
 def _hash_mark(value: str) -> Marked:
     return Marked(f"sha256 {value}", "code")
+
+
+def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
+    """Return samples in mask `rows`: count, and mean and max lengths (None without samples)."""
+    statistics: dict[str, float | None] = {"samples": int(rows.sum())}
+    for name in (*lengths.item_names, "tokens"):
+        values = lengths.column(name)[rows]
+        statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
+        statistics[f"{name}_max"] = int(values.max()) if len(values) else None
+    return statistics
+
+
+def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
+    return [
+        {"source": name, **length_statistics(lengths, lengths.source == code)}
+        for code, name in enumerate(lengths.source_names)
+    ]
+
+
+def sources_table(lengths: Lengths, most: int | None = None) -> Table:
+    """Return counts, mean and max lengths of samples by source (`most` largest, rest), and all."""
+    features, codes = (*lengths.item_names, "tokens"), np.arange(len(lengths.source_names))
+    if most is not None:
+        codes = np.argsort(-np.bincount(lengths.source, minlength=len(codes)), kind="stable")
+    groups = [(lengths.source_names[code], codes[i : i + 1]) for i, code in enumerate(codes[:most])]
+    others = codes[len(groups) :]
+    groups += [(f"{len(others)} smaller sources", others)] if len(others) else []
+
+    def row(name: str, codes: np.ndarray) -> list[str]:
+        statistics = length_statistics(lengths, np.isin(lengths.source, codes))
+        cells = [name, f"{statistics['samples']:,.0f}"]
+        for feature in features:
+            for quantity, digits in (("mean", 1 if feature == "tokens" else 2), ("max", 0)):
+                value = statistics[f"{feature}_{quantity}"]
+                cells.append("-" if value is None else f"{value:,.{digits}f}")
+        return cells
+
+    rows = [row(*group) for group in groups]
+    titles = [f"{feature} {quantity}" for feature in features for quantity in ("mean", "max")]
+    source = Column(title="source", style="wrap")
+    return Table.of_rows("Sample lengths", [source, "samples", *titles], rows, [row("all", codes)])

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from omnibal.job.plan import Plan
+from omnibal.job.refit import MIN_SLOWNESS
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 from omnibal.model.config import Provider
-from omnibal.runs.refit import MIN_SLOWNESS
 
 
 class StageTime(NamedTuple):

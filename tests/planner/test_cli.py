@@ -603,6 +603,6 @@ def test_an_interrupted_command_says_so(capsys, monkeypatch, tmp_path):
         run_app(app, "omnibal", [])
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
     # `omnibal run` returns the status of a subprocess that has printed it.
-    monkeypatch.setattr("omnibal.runs.running.run_steps", lambda *_, **__: 130)
+    monkeypatch.setattr("omnibal.cli.run_steps.run_steps", lambda *_, **__: 130)
     with pytest.raises(SystemExit):
         importlib.import_module("omnibal.cli.run_command")._run_steps([], tmp_path)

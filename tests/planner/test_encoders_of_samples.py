@@ -20,6 +20,7 @@ from feature_exchange_cases import (
 from length_cases import lengths_of
 
 from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.cli.phase_table import phases_of_plan
 from omnibal.cost.encoder_phase_costs import EncodersCost
 from omnibal.data.lengths import Lengths
 from omnibal.job.check import check_plan
@@ -41,7 +42,6 @@ from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.workload import Workload
-from omnibal.report.phase_table import phases_of_plan
 from omnibal.steps.balance import load_bound
 from omnibal.steps.items import ItemRuns, share_items
 from omnibal.steps.whole_samples import deal_group

@@ -15,6 +15,7 @@ from plan_cases import MODEL, counting, example_lengths, origin_of, request
 
 from omnibal import Free, Goal, Planned, Samples, plan, training_job
 from omnibal.base.errors import UserError
+from omnibal.cli.run_steps import write_launch
 from omnibal.data.lengths import write_lengths
 from omnibal.job import plan_data
 from omnibal.job.job import JobSpec
@@ -28,7 +29,6 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.schedules import ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
-from omnibal.runs.running import write_launch
 from omnibal.search import finalists, planning
 from omnibal.search.conflicts import CONFLICTS, NEEDS, Feature, check_complete, check_together
 from omnibal.search.goal import ShapesAlone, Silence, Stream

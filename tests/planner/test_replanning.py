@@ -24,7 +24,7 @@ from omnibal.model.parallel import MAX_DEVICES, Parallel
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
-from omnibal.runs.replanning import Replanned, replan
+from omnibal.search.replanning import Replanned, replan
 
 DEEP = MODEL.with_tower("vision", layers=12).with_tower("language", layers=24)
 LENGTHS = example_lengths(origin_of(DEEP), count=1500)

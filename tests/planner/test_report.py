@@ -41,10 +41,9 @@ from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.workload import Workload
 from omnibal.report import figures
-from omnibal.report.command_tables import sources_table
 from omnibal.report.formatting import milliseconds
 from omnibal.report.page import write_report
-from omnibal.report.plan_tables import accuracy_table, peak_table
+from omnibal.report.plan_tables import accuracy_table, peak_table, sources_table
 from omnibal.report.step_time import explain_causes, split_measured_step
 from omnibal.report.summary import summarise_run
 from omnibal.report.timeline import representative_step, timeline_figure

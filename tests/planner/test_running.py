@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from omnibal.base.errors import UserError
+from omnibal.cli.run_steps import RunStep, Training, choose_weights, find_tokenizer, run_steps
 from omnibal.job.runlog import TRACKER_FILE
-from omnibal.runs.running import RunStep, Training, choose_weights, find_tokenizer, run_steps
 
 pytestmark = pytest.mark.quick
 
@@ -163,8 +163,8 @@ def test_a_checkpoint_is_found_in_the_cache_of_its_hub(tmp_path):
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0123abc")
     (snapshot / "config.json").write_text("{}")
-    code = "import sys; from omnibal.runs import running; "
-    code += "print(running.fetch_checkpoint(sys.argv[1], weights=True))"
+    code = "import sys; from omnibal.cli.run_steps import fetch_checkpoint; "
+    code += "print(fetch_checkpoint(sys.argv[1], weights=True))"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def fetch(name: str) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,7 @@ from plan_cases import request as request_of
 from schedule_cases import SCHEDULES
 
 from omnibal.base.errors import UserError
+from omnibal.cli.trace import chrome_trace
 from omnibal.job.check import check_plan, open_plan, training_obstacles
 from omnibal.job.plan import write_plan
 from omnibal.job.plan_files import save_plan
@@ -19,7 +20,6 @@ from omnibal.job.planner import PlanResult, make_plan, predict_plan
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_spans
 from omnibal.report.page import write_report
-from omnibal.report.trace import chrome_trace
 
 pytestmark = pytest.mark.quick
 

@@ -26,6 +26,7 @@ from rate_cases import tiled_rates
 from rich.console import Console
 
 from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.cli import command_tables
 from omnibal.cost.profile import model_sha256
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.job.plan import read_plan
@@ -38,7 +39,6 @@ from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.unit_runs import stages_from_cuts
-from omnibal.report import command_tables
 from omnibal.search import bounded, parallel_sizes
 from omnibal.search.bounded import CLEARLY_WORSE
 from omnibal.search.parallel_sizes import (

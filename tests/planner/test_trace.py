@@ -8,10 +8,10 @@ import pytest
 from cost_cases import random_cost, random_features, small_model
 from schedule_cases import workload_of
 
+from omnibal.cli.trace import chrome_trace
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.report.trace import chrome_trace
 
 pytestmark = pytest.mark.quick
 

@@ -14,11 +14,11 @@ from omnibal.job.plan import Plan
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.plan_portions import EarlierPortions, join_portions
 from omnibal.job.planner import PlanResult, extend_to_portions, predict_plan
+from omnibal.job.refit import RunFit, fit_run, root_plan_sha256, select_records, with_refit
 from omnibal.job.runlog import RunLog
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
-from omnibal.runs.refit import RunFit, fit_run, root_plan_sha256, select_records, with_refit
 from omnibal.search.goal import Earlier, Free, Goal, Listener
 from omnibal.search.planning import plan as plan_goal
 from omnibal.search.strategy import FreeSizes

@@ -1,31 +1,31 @@
-"""Tables of commands' results; `report/plan_tables.py` has tables of plans and runs."""
+"""Tables of commands' results; `report/plan_tables.py` has tables that the page has too."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
-from omnibal.job.published_errors import PublishedErrors
+from omnibal.job.published_errors import PublishedErrors, errors_of_plan
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
 from omnibal.model.encoders import EncoderLayers
 from omnibal.model.levels import are_plain
-from omnibal.model.limits import memory_cap_gib
-from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
-from omnibal.report.table import Cell, Column, Facts, Marked, Table, TableRow
+from omnibal.model.units import model_parts
+from omnibal.pipeline.prediction import Prediction
+from omnibal.report.formatting import change, describe_sharding, milliseconds, percent
+from omnibal.report.table import Column, Facts, Table, TableRow
 
 if TYPE_CHECKING:  # these import scipy, which would slow down `omnibal --help`
     from omnibal.cost.analytic import ModelParameters
     from omnibal.cost.profile import FitResidual
-    from omnibal.job.fake_replay import FakeStage, Roofline
-    from omnibal.job.replay import StageReplay
-    from omnibal.runs.refit import RunFit
-    from omnibal.runs.replanning import Replanned
+    from omnibal.job.refit import RunFit
     from omnibal.search.cap_search import CapSearch
+    from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.parallel_sizes import StrategySearch
+    from omnibal.search.replanning import Replanned
+    from omnibal.search.schedule_choice import ScheduleChoice
+    from omnibal.search.step_size import StepRate, StepSamples
     from omnibal.search.strategy import Sizing
+    from omnibal.search.weight_sharding import ShardingChoice
 
 _SHOWN_CANDIDATES = 10  # fits a terminal
 
@@ -209,66 +209,6 @@ def simulation_facts(result: dict[str, Any]) -> Facts:
     return Facts("Simulated steps", entries)
 
 
-def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table:
-    """Return replayed stages' ms per micro-batch and update, peak memory and predicted memory."""
-    columns: dict[str | Column, Callable[[StageReplay], Cell]] = {
-        "stage": lambda replay: f"{replay.stage}",
-        "packs": lambda replay: f"{len(replay.rows):,}",
-        "forward ms": lambda replay: f"{np.sum(replay.forward_ms) / len(replay.rows):,.2f}",
-        "backward ms": lambda replay: f"{np.sum(replay.backward_ms) / len(replay.rows):,.2f}",
-        "recompute ms": lambda replay: f"{np.sum(replay.recompute_ms) / len(replay.rows):,.2f}",
-        "update ms": lambda replay: f"{replay.update_ms:,.2f}",
-        "peak": lambda replay: gib_or_mib(replay.peak_gib),
-    }
-    if plan.prediction is not None:
-        stages = plan.prediction.stages
-        columns["predicted"] = lambda replay: gib_or_mib(
-            replay.predicted_gib(stages[replay.stage].memory)
-        )
-    return Table.of_records("Replayed stages, per micro-batch", replays, columns)
-
-
-def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
-    """Return samples in mask `rows`: count, and mean and max lengths (None without samples)."""
-    statistics: dict[str, float | None] = {"samples": int(rows.sum())}
-    for name in (*lengths.item_names, "tokens"):
-        values = lengths.column(name)[rows]
-        statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
-        statistics[f"{name}_max"] = int(values.max()) if len(values) else None
-    return statistics
-
-
-def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
-    return [
-        {"source": name, **length_statistics(lengths, lengths.source == code)}
-        for code, name in enumerate(lengths.source_names)
-    ]
-
-
-def sources_table(lengths: Lengths, most: int | None = None) -> Table:
-    """Return counts, mean and max lengths of samples by source (`most` largest, rest), and all."""
-    features, codes = (*lengths.item_names, "tokens"), np.arange(len(lengths.source_names))
-    if most is not None:
-        codes = np.argsort(-np.bincount(lengths.source, minlength=len(codes)), kind="stable")
-    groups = [(lengths.source_names[code], codes[i : i + 1]) for i, code in enumerate(codes[:most])]
-    others = codes[len(groups) :]
-    groups += [(f"{len(others)} smaller sources", others)] if len(others) else []
-
-    def row(name: str, codes: np.ndarray) -> list[str]:
-        statistics = length_statistics(lengths, np.isin(lengths.source, codes))
-        cells = [name, f"{statistics['samples']:,.0f}"]
-        for feature in features:
-            for quantity, digits in (("mean", 1 if feature == "tokens" else 2), ("max", 0)):
-                value = statistics[f"{feature}_{quantity}"]
-                cells.append("-" if value is None else f"{value:,.{digits}f}")
-        return cells
-
-    rows = [row(*group) for group in groups]
-    titles = [f"{feature} {quantity}" for feature in features for quantity in ("mean", "max")]
-    source = Column(title="source", style="wrap")
-    return Table.of_rows("Sample lengths", [source, "samples", *titles], rows, [row("all", codes)])
-
-
 def misprediction_table(fit: "RunFit") -> Table:
     """Return predicted against fitted ms by unit kind, against measured by stage; slow devices."""
     kinds = [_factor_row(kind.name, kind.predicted_ms, kind.fitted_ms) for kind in fit.kinds]
@@ -328,71 +268,103 @@ def replan_summary(planned: "Replanned") -> dict[str, Any]:
     }
 
 
-_SHOWN_CONTENTS = 14  # all kinds of large tensors of a stage; smaller tensors are summed up
-
-
-def fake_device_table(plan: Plan, stages: Sequence["FakeStage"]) -> Table:
-    """Return predicted and allocated peak by stage, and their difference."""
-    cap_gib = memory_cap_gib(plan.cluster)
-    return Table.of_records(
-        f"Allocated on fake devices, GiB of {cap_gib:.2f}",
-        stages,
-        {
-            "stage": lambda stage: f"{stage.stage}",
-            "predicted": lambda stage: (
-                "" if stage.predicted_gib is None else f"{stage.predicted_gib:.2f}"
-            ),
-            "allocated": lambda stage: f"{stage.allocated_gib:.2f}",
-            "difference": lambda stage: (
-                "" if stage.deviation is None else f"{100 * stage.deviation:+.1f} %"
-            ),
-            "of usable": lambda stage: Marked.share(stage.allocated_gib / cap_gib),
-            "state": lambda stage: f"{stage.state_gib:.2f}",
-            "rest": lambda stage: f"{stage.activations_gib:.2f}",
-            "in": lambda stage: stage.peak_phase,
-        },
-        "Memory that the code would allocate on one device of each stage, and the plan's "
-        "prediction. A difference below zero: the plan predicts too little.",
-    )
-
-
-def fake_device_launches_table(stages: Sequence["FakeStage"], rates: "Roofline") -> Table:
-    """Return kernels, FLOPs, bytes, roofline ms, host reads, unaligned products per micro-batch."""
-    rows = []
-    for stage in stages:
-        times, count = stage.step_ms(rates), stage.micro_batches
-        reads = sum(read.count for read in stage.host_reads if read.phase != "optimizer")
-        rows.append(
-            [
-                f"{stage.stage}",
-                f"{stage.kernels / count:,.0f}",
-                f"{stage.tflop / count:,.1f}",
-                f"{stage.gigabytes / count:,.1f}",
-                *(f"{ms / count:,.1f}" for ms in times.values()),
-                percent(stage.element_wise_share(rates)),
-                f"{reads / count:.3g}",
-                f"{sum(product.count for product in stage.unaligned) / count:.3g}",
-            ]
-        )
-    titles = ("stage", "kernels", "TFLOP", "GB", "products", "attention", "rest", "its share")
-    return Table.of_rows(
-        f"Per micro-batch; ms are a roofline at {rates.matrix_tflop_per_s:,.0f} TFLOP/s "
-        f"and {rates.memory_gb_per_s:,.0f} GB/s ({rates.name})",
-        (*titles, "host reads", "unaligned"),
-        rows,
-    )
-
-
-def contents_table(stage: "FakeStage") -> Table:
-    """Return storages at a stage's peak by operation, largest first, the smallest in one row."""
+def lost_time_table(prediction: Prediction) -> Table:
+    """Return the predicted step time by cause: the ideal, losses, and the step, their sum."""
+    step_ms = prediction.step_ms
     rows = [
-        [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
-        for part in stage.contents[:_SHOWN_CONTENTS]
+        (cause, f"{ms:z,.1f}", percent(ms / step_ms))
+        for cause, ms in {**prediction.lost.causes(), "step": step_ms}.items()
     ]
-    others = stage.contents[_SHOWN_CONTENTS:]
-    if others:
-        gib, tensors = sum(part.gib for part in others), sum(part.tensors for part in others)
-        rows.append([f"{gib:.2f}", f"{tensors:,}", "", "rest", ""])
-    words = (Column(title=title, style="left") for title in ("made in", "by", "operation"))
-    title = f"Stage {stage.stage} at its peak, {stage.allocated_gib:.2f} GiB, in {stage.peak_at}"
-    return Table.of_rows(title, ("GiB", "tensors", *words), rows)
+    columns = [Column(title=title) for title in ("", "ms", "of the step")]
+    return Table.of_rows("Where the step's time goes", columns, rows[:-1], rows[-1:])
+
+
+def step_text(size: "StepSamples", source: str) -> str:
+    """Return a sentence on samples and tokens per step. `source` is the origin of their number."""
+    spread = f"{size.low:,} to {size.high:,} in nine of ten, " * (size.low != size.high)
+    asked = f", {source}" if source else ""
+    return f"A step has {size.samples:,.0f} samples{asked} ({spread}{size.tokens:,.0f} tokens)."
+
+
+def rates_text(rates: Sequence["StepRate"]) -> str:
+    """Return a sentence on predicted samples per second by samples per step."""
+    texts = [f"{rate.samples_per_step:,}: {rate.samples_per_second:,.2f}" for rate in rates]
+    return f"Samples per second by --samples-per-step, simulated: {' | '.join(texts)}"
+
+
+def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
+    """Return facts on encoder placement and data-parallel encoders. Empty if nothing to choose."""
+    encoders = plan.data_parallel_encoders
+    predicted = None if plan.prediction is None else plan.prediction.data_parallel_encoders
+    if predicted is None and len(choice.predicted) < 2:
+        return []
+    entries = [("placement", choice.chosen.value), ("why", choice.reason)]
+    if encoders is not None and predicted is not None:
+        ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
+        entries.append(("ranks that encode together", f"{ranks:,}"))
+        entries.append(("weights of encoders", describe_sharding(plan.parallel, encoders.sharded)))
+        for name, encoder in plan.model.encoders.items():
+            entries.append((f"{encoder.feature} in a pass", f"{encoders.items_per_pass[name]:,}"))
+            entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))
+        times = f"{milliseconds(predicted.forward_ms)} + {milliseconds(predicted.backward_ms)}"
+        entries.append(("forward + backward", times))
+        entries.append(("busiest rank over mean", f"{predicted.busiest:.3f}"))
+        entries.append(("exchange of features", milliseconds(predicted.exchange_ms)))
+    return [Facts("Encoders", entries)]
+
+
+def share_of_images(plan: Plan) -> float | None:
+    """Return image tokens over the tokens of a pack of shapes, or None without image encoders."""
+    assert plan.shapes is not None
+    caps, towers = plan.shapes.caps, plan.model.encoders.values()
+    images = [tower for tower in towers if tower.of_images]
+    if not images:
+        return None
+    return sum(caps[tower.feature] * tower.tokens_per_item for tower in images) / caps["tokens"]
+
+
+def _data_text(plan: Plan) -> str:
+    if plan.data is not None:
+        samples = f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s)"
+        return f"{samples} in {plan.data.packs:,} packs, {plan.data.steps:,} steps"
+    assert plan.shapes is not None
+    text, share = f"no samples: every pack has {plan.shapes.caps}", share_of_images(plan)
+    if share is not None:
+        text += f", {100 * share:.0f} % of the tokens are images'"
+    if plan.shapes.image_tokens is not None:
+        text += f", {plan.shapes.image_tokens:,} an image"
+    return text
+
+
+def plan_facts(
+    plan: Plan, prediction: Prediction, sharding: "ShardingChoice", schedule: "ScheduleChoice"
+) -> Facts:
+    """Return facts on the job, its prediction, and the choices of sharding and schedule."""
+    parallel, exchange = plan.parallel, prediction.exchange
+    entries = [
+        ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
+        ("data", _data_text(plan)),
+        ("step", milliseconds(prediction.step_ms, 4)),
+        ("pipeline idle time", f"{percent(prediction.bubble_fraction)} of the step"),
+    ]
+    if schedule.reason:
+        entries.append(("schedule", schedule.reason))
+    if exchange.total_ms:
+        exposed = f"{milliseconds(exchange.exposed_ms)} exposed"
+        entries.append(("data-parallel exchange", f"{milliseconds(exchange.total_ms)}, {exposed}"))
+    if prediction.samples_per_second_per_gpu is not None:
+        per_second = prediction.samples_per_second_per_gpu * parallel.world_size
+        entries.append(("samples per second", f"{per_second:,.2f}"))
+    if prediction.gpu_days is not None:
+        entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
+    if plan.adapters is not None:
+        entries.append(("adapters", plan.adapters.summary))
+        known = {*plan.adapters.parts, *plan.frozen}
+        fully = [part for part in model_parts(plan.model) if part not in known]
+        entries.append(("fully trained", ", ".join(fully) or "nothing"))
+    if parallel.sharded > 1:
+        entries.append(("weights", f"{parallel.sharding}, sharded over {parallel.sharded} ranks"))
+    if sharding.others:
+        entries.append(("other shardings", sharding.reason))
+    entries.append(("costs from", prediction.cost_source))
+    return Facts("Plan", [*entries, ("error of such predictions", str(errors_of_plan(plan)))])
