@@ -50,8 +50,8 @@ from omnibal.job.plan import Plan
 from omnibal.job.runlog import StageRecord
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.packing.shares import shares_of
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.shares import shares_of
 
 PAIR = 2  # processes that train and profile; also the number of concurrent replays
 # Micro-batches before a timed step: caches are cold after another plan's turn, and would not be in

@@ -25,7 +25,9 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.packing.fit import check_samples_fit
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.packing.shares import shares_of
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule, baseline_stages
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
@@ -33,8 +35,6 @@ from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.shares import shares_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

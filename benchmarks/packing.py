@@ -35,15 +35,15 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.balance_metrics import PackMetrics, measure_packs
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.pack_bound import packs_lower_bound
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.packing.steps import deal_steps, draw_steps
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.search.cap_search import search_caps
 from omnibal.search.strategy import FreeSizes, StrategyRequest
-from omnibal.steps.balance_metrics import PackMetrics, measure_packs
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.steps import deal_steps, draw_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

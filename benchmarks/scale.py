@@ -30,9 +30,9 @@ from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.pack_settings import PORTION_SAMPLES, PackSettings
 from omnibal.packing.packs import ScheduledPacks, read_packs
-from omnibal.steps.pack_settings import PORTION_SAMPLES, PackSettings
-from omnibal.steps.portions import PortionedSamples, PortionPlace
+from omnibal.packing.portions import PortionedSamples, PortionPlace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.make_lengths import make_lengths

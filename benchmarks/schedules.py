@@ -21,8 +21,8 @@ from omnibal.job.planner import PlanRequest, make_plan, search_chunks
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.search.schedule_choice import schedules_of
-from omnibal.steps.pack_settings import PackSettings
 
 OTHER_SCHEDULES = frozenset({"interleaved", "zb-h1", "zb-v"})
 CAPS = Caps.of(tokens=4096, tiles=9)

@@ -39,8 +39,10 @@ from omnibal.model.levels import CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
+from omnibal.packing.steps import deal_steps, draw_steps
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.recompute import useful_sets
@@ -51,8 +53,6 @@ from omnibal.pipeline.stage_memory import GIB, pareto_tables, stage_memories
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.steps import deal_steps, draw_steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.make_lengths import make_lengths

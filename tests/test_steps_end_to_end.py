@@ -25,7 +25,7 @@ from omnibal.job.plan import read_plan
 from omnibal.job.plan_files import iterate_portions, save_plan
 from omnibal.job.planner import PlanResult
 from omnibal.job.runlog import samples_digest
-from omnibal.steps.steps import steps_of
+from omnibal.packing.steps import steps_of
 
 
 def windows(lengths: Path, output: Path, *options: object) -> Path:

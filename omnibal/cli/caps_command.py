@@ -12,8 +12,8 @@ from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.data.lengths import read_lengths
 from omnibal.families.named import model_notes
 from omnibal.model.limits import SEARCH_SAMPLES
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
-from omnibal.steps.pack_settings import PackSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,10 +25,10 @@ from omnibal.model.limits import (
     check_packs_per_step,
 )
 from omnibal.model.parallel import Parallel
+from omnibal.packing.balance_metrics import measure_packs
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import write_packs
-from omnibal.steps.balance_metrics import measure_packs
-from omnibal.steps.pack_settings import PackSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

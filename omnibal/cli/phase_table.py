@@ -11,10 +11,10 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.packing.phase_balance import PhaseBalance, encoder_balances, language_balance
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.report.table import Table
-from omnibal.steps.phase_balance import PhaseBalance, encoder_balances, language_balance
 
 
 def phases_of_plan(

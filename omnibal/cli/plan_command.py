@@ -33,12 +33,12 @@ from omnibal.model.limits import (
 )
 from omnibal.model.parallel import WeightSharding
 from omnibal.model.targets import trainer_of
+from omnibal.packing.pack_settings import PORTION_SAMPLES
 from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.search.conflicts import Feature, check_complete, check_together
-from omnibal.steps.pack_settings import PORTION_SAMPLES
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.search.goal import Goal, GoalData

@@ -63,7 +63,7 @@ def balance_of(
     plan: Plan, data: "tuple[ScheduledPacks, Lengths] | None"
 ) -> dict[str, float | None]:
     """Return balance metrics of attention and its exchange by JSON key, each None without packs."""
-    from omnibal.steps.balance_metrics import measure_packs
+    from omnibal.packing.balance_metrics import measure_packs
 
     names = (
         "attention_balance_ratio",
@@ -110,7 +110,7 @@ def window_facts(result: "PlanResult") -> WindowFacts | None:
     """Return the imbalance of a plan and of file order, or None for a plan without windows."""
     from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import StreamData
-    from omnibal.steps.balance_metrics import imbalance, rank_sums
+    from omnibal.packing.balance_metrics import imbalance, rank_sums
 
     stream = StreamData.of_plan(result.plan, result.data)
     if stream is None or result.data is None:

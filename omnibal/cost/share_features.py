@@ -9,10 +9,10 @@ from omnibal.data.lengths import Lengths
 from omnibal.model.encoders import SQUARED_FEATURES
 from omnibal.model.levels import ContextExchange, Level, are_plain
 from omnibal.model.units import EXCHANGED
+from omnibal.packing.cut import cut_packs
+from omnibal.packing.item_shares import bounds_of_items, squares_of_shares
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.cut import cut_packs
-from omnibal.steps.item_shares import bounds_of_items, squares_of_shares
-from omnibal.steps.shares import Shares, shares_of
+from omnibal.packing.shares import Shares, shares_of
 
 
 def share_features(

@@ -22,13 +22,13 @@ from omnibal.model.limits import check_limits, words
 from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import OWN, trainer_of
 from omnibal.model.units import LANGUAGE
+from omnibal.packing.balance_metrics import seen_by_step
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.packing.shares import shares_of
+from omnibal.packing.steps import most_slots, steps_of
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import check_stages
-from omnibal.steps.balance_metrics import seen_by_step
-from omnibal.steps.shares import shares_of
-from omnibal.steps.steps import most_slots, steps_of
 
 _TRAINED_ENCODERS = {"vision": (TilesEncoder, ImagesEncoder), "audio": (ClipsEncoder,)}
 # Values that the trainer builds, of settings with other values in the planner.

@@ -33,6 +33,8 @@ from omnibal.model.targets import FREE, OWN, TrainerConstraints, trainer_of
 from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake, is_time, unit_names
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.packing.shares import shares_of
+from omnibal.packing.whole_samples import samples_of_shares
 from omnibal.pipeline.encoder_waits import with_encoders
 from omnibal.pipeline.filling import worth_filling
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
@@ -40,8 +42,6 @@ from omnibal.pipeline.split_task import SplitTask, check_stage_rules
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.shares import shares_of
-from omnibal.steps.whole_samples import samples_of_shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -23,13 +23,13 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.levels import FillRule, Level, are_plain, largest_caps
 from omnibal.model.limits import Caps, check_packs_per_step, in_canonical_order, words
 from omnibal.model.targets import ANY_PACKS, PackRules
+from omnibal.packing.full_steps import whole_steps
+from omnibal.packing.next_fit import form_next_fit_packs
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.full_steps import whole_steps
-from omnibal.steps.next_fit import form_next_fit_packs
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.steps import Steps, deal_steps, draw_steps, pack_epochs, size_load, steps_of
-from omnibal.steps.windows import schedule_windows
+from omnibal.packing.steps import Steps, deal_steps, draw_steps, pack_epochs, size_load, steps_of
+from omnibal.packing.windows import schedule_windows
 
 _NATIVE_TOKENS = "image_tokens"
 MAX_TRAINED_SAMPLES = 200_000_000  # max samples over several epochs, as a plan lists each in memory

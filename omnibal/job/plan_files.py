@@ -42,10 +42,10 @@ from omnibal.job.plan_portions import (
 )
 from omnibal.job.planner import PlanResult, check_memory, order_micro_batches
 from omnibal.model.levels import are_plain
+from omnibal.packing.balance_metrics import milestones, seen_by_step
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
-from omnibal.steps.balance_metrics import milestones, seen_by_step
-from omnibal.steps.portions import FIRST_PORTION, PortionedSamples, PortionPlace
-from omnibal.steps.steps import steps_of
+from omnibal.packing.portions import FIRST_PORTION, PortionedSamples, PortionPlace
+from omnibal.packing.steps import steps_of
 
 # Search effort for micro-batch order in later portions: half the changes find 90 % of the gain.
 _LATER_EFFORT = 0.5

@@ -19,9 +19,9 @@ from omnibal.job.plan import LENGTHS_FILE, DataPlan, DataPortion, portion_folder
 from omnibal.job.plan_data import count_data
 from omnibal.model.limits import Caps
 from omnibal.packing.pack_bound import SizeCounts, bound_of_counts
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.portions import PortionedSamples, PortionPlace
+from omnibal.packing.portions import PortionedSamples, PortionPlace
 
 PacksAndLengths = tuple[ScheduledPacks, Lengths]
 

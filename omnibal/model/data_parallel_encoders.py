@@ -88,7 +88,7 @@ def nodes_of_groups(parallel: Parallel, pipelines: int, gpus_per_node: int) -> n
     """Return the node of every rank of every encoding group, int64 [groups, ranks]."""
     node = np.arange(parallel.world_size) // gpus_per_node
     # Megatron numbers ranks by tensor, data, pipeline; ranks of a group are ordered by pipeline,
-    # stage, tensor (`omnibal.steps.items.share_items`).
+    # stage, tensor (`omnibal.packing.items.share_items`).
     in_order = node.reshape(parallel.pipeline, parallel.data, parallel.tensor)
     ranks = pipelines * parallel.pipeline * parallel.tensor
     return in_order.transpose(1, 0, 2).reshape(-1, ranks)

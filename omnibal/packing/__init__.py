@@ -1,1 +1,1 @@
-"""Packing of samples under several caps, and lower bounds on the number of packs."""
+"""Samples into packs, packs into optimizer steps, and steps over data-parallel ranks."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.cost.encoder_phase_costs import EncoderCost
-from omnibal.steps.whole_samples import SamplePasses
+from omnibal.packing.whole_samples import SamplePasses
 
 # Bytes of passes by their work, [passes, F] -> [passes].
 BytesOfWork = Callable[[np.ndarray], np.ndarray]

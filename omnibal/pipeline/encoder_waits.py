@@ -1,7 +1,7 @@
 """Data-parallel encoders on a run's packs: pipeline waits and memory.
 
 The ranks of an encoding group encode the items of its pipelines' packs (shares by
-`omnibal.steps.items`). A group's step takes
+`omnibal.packing.items`). A group's step takes
 
     busiest forward + exchange + slowest pipeline + exchange + busiest backward,
 
@@ -22,18 +22,18 @@ import numpy as np
 from omnibal.cost.encoder_phase_costs import ITEM, EncoderCost, EncodersCost
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.units import ENCODER_WAITS_MS
-from omnibal.pipeline.encoder_loads import EncoderMemory, EncoderWaits, Encoding
-from omnibal.pipeline.encoder_passes import EncoderPasses, EqualPasses, WholePasses, encoding_ms
-from omnibal.pipeline.prediction import EncoderPhasePrediction, StageMemory
-from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.workload import Workload
-from omnibal.steps.items import Homes, items_at_home, shares_of_ranks, unit_of_time
-from omnibal.steps.whole_samples import (
+from omnibal.packing.items import Homes, items_at_home, shares_of_ranks, unit_of_time
+from omnibal.packing.whole_samples import (
     DealtSamples,
     SampleItems,
     deal_whole_samples,
     passes_of_samples,
 )
+from omnibal.pipeline.encoder_loads import EncoderMemory, EncoderWaits, Encoding
+from omnibal.pipeline.encoder_passes import EncoderPasses, EqualPasses, WholePasses, encoding_ms
+from omnibal.pipeline.prediction import EncoderPhasePrediction, StageMemory
+from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -15,8 +15,8 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.levels import CutRule, Level
 from omnibal.model.units import EXCHANGED
 from omnibal.packing.by_level import levels_of_samples
+from omnibal.packing.cut import SHORT_SHARE
 from omnibal.pipeline.stage_cost import model_ms
-from omnibal.steps.cut import SHORT_SHARE
 
 
 def worth_filling(

@@ -10,9 +10,9 @@ import numpy as np
 
 from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
+from omnibal.packing.shares import Shares, empty_slots
+from omnibal.packing.whole_samples import SampleItems
 from omnibal.pipeline.encoder_loads import NO_ENCODERS, EncoderMemory, Encoding
-from omnibal.steps.shares import Shares, empty_slots
-from omnibal.steps.whole_samples import SampleItems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.model.limits import words
+from omnibal.packing.balance_metrics import rank_sums, straggler_factor
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.report.drawing import COLOURS, WIDE, label_rows, new_figure, style, xml_text
 from omnibal.report.formatting import milliseconds, number, percent, shorten
-from omnibal.steps.balance_metrics import rank_sums, straggler_factor
 
 _STEPS_SHOWN, _RANKS_SHOWN = 24, 16  # distinguishable bars
 _QUANTILES = 200  # drawn points of a distribution

@@ -15,6 +15,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.replay import INFO_FILE, ReplaySummary, read_replay
+from omnibal.packing.balance_metrics import measure_packs
 from omnibal.packing.pack_bound import naive_lower_bound
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.report import plan_tables
@@ -25,7 +26,6 @@ from omnibal.report.replay_tables import fake_device_table
 from omnibal.report.step_time import StepTime, split_measured_step, step_time
 from omnibal.report.summary import RunSummary, summarise_run
 from omnibal.report.timeline import timeline_figure
-from omnibal.steps.balance_metrics import measure_packs
 
 _SOURCES_SHOWN = 12  # rows before a table is longer than a screen
 

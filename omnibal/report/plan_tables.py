@@ -12,6 +12,7 @@ from omnibal.job.published_errors import errors_of_plan
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import Evaluation, KindAccuracy, StepRecord
 from omnibal.model.limits import memory_cap_gib
+from omnibal.packing.balance_metrics import PackMetrics
 from omnibal.report.formatting import (
     EN_DASH,
     align_decimals,
@@ -30,7 +31,6 @@ from omnibal.report.summary import (
     telling_examples,
 )
 from omnibal.report.table import Cell, Column, Facts, Marked, Style, Table
-from omnibal.steps.balance_metrics import PackMetrics
 
 _EXAMPLES_SHOWN = 12  # rows before a table is longer than a screen
 _TEXT_LIMIT = 160  # characters: about three lines of a cell

@@ -10,6 +10,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples
 from omnibal.model.limits import Caps, check_limits, words
+from omnibal.packing.balance_metrics import dist_ratio
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
@@ -19,7 +20,6 @@ from omnibal.search.engine import whole_progress
 from omnibal.search.memory_need import gib_text
 from omnibal.search.parallel_sizes import unusable
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
-from omnibal.steps.balance_metrics import dist_ratio
 
 CapRule = Literal["time", "paper"]
 

@@ -17,6 +17,7 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule
 from omnibal.model.limits import Caps, words
 from omnibal.model.parallel import WeightSharding
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule
@@ -24,7 +25,6 @@ from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.search.conflicts import Feature, check_together
 from omnibal.search.level_estimates import ANY_LEVELS, LevelRule
 from omnibal.search.strategy import FreeSizes
-from omnibal.steps.pack_settings import PackSettings
 
 
 def _check_minimum(least: int, **counts: int | None) -> None:

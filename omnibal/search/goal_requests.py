@@ -28,6 +28,7 @@ from omnibal.model.limits import (
 )
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import PackRules
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.search.goal import Earlier, Goal, Listener, Samples, ShapesAlone, Stream
@@ -41,7 +42,6 @@ from omnibal.search.step_size import (
     with_enough_samples,
 )
 from omnibal.search.strategy import FreeSizes, Sizing, Strategy, StrategyRequest
-from omnibal.steps.pack_settings import PackSettings
 
 _USUAL_SAMPLES_PER_PACK = 4.5  # middle of the range in OmniBal's paper
 _SMALL_COPY = 0.05  # max share of device memory at which a sizes search only replicates encoders

@@ -24,12 +24,12 @@ from omnibal.model.targets import (
     StageRules,
     TrainerConstraints,
 )
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 from omnibal.search.goal import Goal, GoalData, Samples, ShapesAlone
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
-from omnibal.steps.pack_settings import PackSettings
 
 NAMED_COST = 0.002  # min share of the rate for a limit to be named as a reason
 _MOST_NAMED = 3  # longer sentences are not read

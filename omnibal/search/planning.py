@@ -14,6 +14,7 @@ from omnibal.job.plan import DataPlan, Plan
 from omnibal.job.plan_portions import EarlierPortions, read_portion
 from omnibal.job.planner import PlanResult, extend_to_portions
 from omnibal.model.levels import FillRule
+from omnibal.packing.portions import FIRST_PORTION, PortionedSamples
 from omnibal.pipeline.prediction import Prediction
 from omnibal.search.encoder_placement import PlacementChoice
 from omnibal.search.feasible import find_changes, find_changes_of_goal
@@ -27,7 +28,6 @@ from omnibal.search.schedule_choice import CannotRunSchedule, ScheduleChoice
 from omnibal.search.step_size import COMPARED_SIZES, StepRate, step_rates
 from omnibal.search.strategy import StrategyRequest
 from omnibal.search.weight_sharding import ShardingChoice
-from omnibal.steps.portions import FIRST_PORTION, PortionedSamples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

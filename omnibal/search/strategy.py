@@ -18,7 +18,9 @@ from omnibal.model.levels import Level, largest_caps
 from omnibal.model.limits import Caps, in_canonical_order
 from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding
 from omnibal.model.targets import ANY_PACKS, PackRules
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packs import Packs
+from omnibal.packing.steps import pack_epochs
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.prediction import LostTime, PredictedStep
@@ -43,8 +45,6 @@ from omnibal.search.trial import (
     mean_samples,
     micro_batches_at,
 )
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.steps import pack_epochs
 
 _TRIAL_EFFORT = 0.4
 """Effort of the stage search in trials. Less misjudges data-parallel encoders by 5 to 18 %."""

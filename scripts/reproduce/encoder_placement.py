@@ -25,10 +25,10 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, WeightSharding
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import min_step_ms
 from omnibal.search.encoder_placement import relative_ms
-from omnibal.steps.pack_settings import PackSettings
 
 GPUS, CLUSTER = 32, "h100-80g"
 CAPS = Caps.of(tiles=28, tokens=8192)

@@ -37,7 +37,9 @@ from omnibal.model.levels import ContextExchange, FillRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import ScaledRates
+from omnibal.packing.balance_metrics import dist_ratio
 from omnibal.packing.by_level import levels_of_packs, pack_by_level
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_cost import stage_times
@@ -46,8 +48,6 @@ from omnibal.search.level_choice import least_ms_per_sample
 from omnibal.search.level_estimates import ANY_LEVELS, ProfiledLength, hbp_levels
 from omnibal.search.level_sets import plan_levels, search_with_levels
 from omnibal.search.strategy import FreeSizes, Setting, Sizing, Strategy, StrategyRequest
-from omnibal.steps.balance_metrics import dist_ratio
-from omnibal.steps.pack_settings import PackSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import MixtureName, make_lengths

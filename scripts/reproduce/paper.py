@@ -32,6 +32,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names, unit_names
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule, baseline_stages
 from omnibal.pipeline.partition import search_stages
@@ -43,7 +44,6 @@ from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.report.table import Table
-from omnibal.steps.pack_settings import PackSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import make_lengths

@@ -21,9 +21,9 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.search.strategy import StrategyRequest
-from omnibal.steps.pack_settings import PackSettings
 
 MODEL = load_model("internvl-digits")
 

@@ -27,6 +27,7 @@ from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.packing.isf import pack_isf
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.search.cap_search import (
     CapSearch,
@@ -37,7 +38,6 @@ from omnibal.search.cap_search import (
     search_caps,
 )
 from omnibal.search.strategy import FreeSizes, StrategyRequest
-from omnibal.steps.pack_settings import PackSettings
 
 CLUSTER = load_cluster("laptop-cpu")
 RULES = pytest.mark.parametrize("rule", ["time", "paper"])

@@ -32,8 +32,8 @@ from omnibal.job.plan_data import model_of_lengths
 from omnibal.job.plan_files import make_job, read_plan_data
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.units import unit_names
+from omnibal.packing.balance_metrics import rank_sums
 from omnibal.packing.packs import read_packs
-from omnibal.steps.balance_metrics import rank_sums
 
 pytestmark = pytest.mark.quick
 

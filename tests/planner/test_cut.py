@@ -5,7 +5,7 @@ import pytest
 
 from omnibal.model.levels import CutRule, Level
 from omnibal.model.limits import Caps
-from omnibal.steps.cut import Pieces, cut_pack, cut_packs, item_bounds
+from omnibal.packing.cut import Pieces, cut_pack, cut_packs, item_bounds
 
 pytestmark = pytest.mark.quick
 CONTEXTS = (1, 2, 4, 8)

@@ -32,6 +32,7 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import CollectiveTime, Rates
+from omnibal.packing.items import share_items
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
@@ -40,7 +41,6 @@ from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts, unit_spans
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.items import share_items
 
 LAYERS = {"vision": 2, "audio": 1, "language": 3}
 FEATURES = {"vision": "tiles", "audio": "clips"}

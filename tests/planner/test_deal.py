@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from omnibal.steps.deal import deal_by_speed
+from omnibal.packing.deal import deal_by_speed
 
 
 def done_at(dealt: np.ndarray, load: np.ndarray, slowness: np.ndarray) -> float:

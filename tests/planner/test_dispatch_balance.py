@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from omnibal.steps.balance import assign_by_differencing, balance, load_bound
+from omnibal.packing.balance import assign_by_differencing, balance, load_bound
 
 pytestmark = pytest.mark.quick
 

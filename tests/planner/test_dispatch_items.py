@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from omnibal.steps.items import ItemRuns, share_items, shares_of_ranks
+from omnibal.packing.items import ItemRuns, share_items, shares_of_ranks
 
 pytestmark = pytest.mark.quick
 

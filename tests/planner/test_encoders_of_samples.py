@@ -36,15 +36,15 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.units import ENCODER_WAITS_MS, deepstack_of, unit_kinds, unit_names
+from omnibal.packing.balance import load_bound
+from omnibal.packing.items import ItemRuns, share_items
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.packing.whole_samples import deal_group
 from omnibal.pipeline.encoder_search import search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.balance import load_bound
-from omnibal.steps.items import ItemRuns, share_items
-from omnibal.steps.whole_samples import deal_group
 
 LINKS = {"gpus_per_node": 4, "intra_node_gb_per_s": 40.0, "inter_node_gb_per_s": 20.0}
 CLUSTER = load_cluster("h100-80g").model_copy(

@@ -22,13 +22,13 @@ from omnibal.model.config import load_cluster, with_imbalance
 from omnibal.model.layer_kinds import LayerRun
 from omnibal.model.limits import USABLE_MEMORY_FRACTION, Caps
 from omnibal.model.parallel import Parallel, WeightSharding, check_parallel, expert_sizes
+from omnibal.packing.deal import deal_in_rounds
 from omnibal.packing.packs import read_packs
+from omnibal.packing.shares import empty_slots
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.search.feasible import find_changes
 from omnibal.search.memory_need import least_need_gib
-from omnibal.steps.deal import deal_in_rounds
-from omnibal.steps.shares import empty_slots
 
 CLUSTER = load_cluster("h100-80g")
 

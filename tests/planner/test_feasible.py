@@ -22,7 +22,9 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import RecomputeFreedom, StageRules, TrainerConstraints
+from omnibal.packing import steps
 from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.steps import steps_of
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
 from omnibal.search import feasible
 from omnibal.search.feasible import Advice, Change, find_changes, roomier_devices, smaller_caps
@@ -30,8 +32,6 @@ from omnibal.search.goal import ShapesAlone
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.memory_need import gib_text
 from omnibal.search.strategy import FreeSizes
-from omnibal.steps import steps
-from omnibal.steps.steps import steps_of
 
 LIMITED = StageRules(
     encoders_on_first=True, language_everywhere=True, recompute=RecomputeFreedom.LANGUAGE

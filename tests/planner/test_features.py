@@ -28,12 +28,12 @@ from omnibal.model.limits import Caps, check_limits
 from omnibal.packing.best_fit import pack_best_fit, pack_first_fit
 from omnibal.packing.fit import size_keys
 from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import read_packs
 from omnibal.packing.patterns import CapGrid, knapsack_table
+from omnibal.packing.steps import deal_steps, draw_steps, size_load
 from omnibal.search.caps import CapSpace
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.steps import deal_steps, draw_steps, size_load
 
 FEATURES = (("tokens",), ("clips", "tiles", "tokens"), ("tiles", "loss_tokens", "tokens"))
 KINDS = pytest.mark.parametrize("names", FEATURES, ids="-".join)

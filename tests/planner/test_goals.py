@@ -26,6 +26,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import OWN
 from omnibal.packing.packing import PackingMethod
+from omnibal.packing.steps import pack_epochs
 from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.schedules import ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
@@ -34,7 +35,6 @@ from omnibal.search.conflicts import CONFLICTS, NEEDS, Feature, check_complete, 
 from omnibal.search.goal import ShapesAlone, Silence, Stream
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
-from omnibal.steps.steps import pack_epochs
 
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 CAPPED = f"{DIGITS} --max-tiles 8 --max-tokens 512"

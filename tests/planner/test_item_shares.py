@@ -18,8 +18,8 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.item_shares import ImagePieces, bounds_of_items, squares_of_shares
 from omnibal.packing.packs import Packs
-from omnibal.steps.item_shares import ImagePieces, bounds_of_items, squares_of_shares
 
 CAPS = Caps.of(image_tokens=1, tokens=1)
 QWEN3, TWO_RANKS = load_model("qwen3-vl-8b"), Parallel(data=2, pipeline=1)

@@ -19,6 +19,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_kinds, unit_names
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_levels
@@ -28,7 +29,6 @@ from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 from omnibal.search.level_estimates import LevelRule
-from omnibal.steps.pack_settings import PackSettings
 
 K = 1024
 

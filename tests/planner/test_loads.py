@@ -21,12 +21,12 @@ from omnibal.job.plan_data import SampleData
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks, read_packs
 from omnibal.report.drawing import svg_file
 from omnibal.report.formatting import write_ascii
 from omnibal.report.loads import compare_loads, draw_loads
-from omnibal.steps.pack_settings import PackSettings
 
 pytestmark = pytest.mark.quick
 

@@ -8,14 +8,14 @@ from length_cases import lengths_of
 
 from omnibal.model.levels import ContextExchange, CutRule, Level
 from omnibal.model.limits import Caps
-from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.balance_metrics import (
+from omnibal.packing.balance_metrics import (
     dist_ratio,
     least_dist_ratio,
     measure_packs,
     pad_ratio,
     straggler_factor,
 )
+from omnibal.packing.packs import Packs, ScheduledPacks
 
 pytestmark = pytest.mark.quick
 FOUR = lengths_of(tiles=[1, 2, 4, 0], tokens=[10, 20, 30, 40])

@@ -5,7 +5,7 @@ import pytest
 
 from omnibal.model.data_parallel_encoders import nodes_of_groups
 from omnibal.model.parallel import Parallel
-from omnibal.steps.items import Homes, items_at_home, share_items
+from omnibal.packing.items import Homes, items_at_home, share_items
 
 pytestmark = pytest.mark.quick
 

@@ -5,9 +5,9 @@ import pytest
 from encoder_cases import choice_of
 
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
-from omnibal.steps.balance import balance
-from omnibal.steps.items import share_items
-from omnibal.steps.phase_balance import PhaseBalance, encoder_balances, language_balance
+from omnibal.packing.balance import balance
+from omnibal.packing.items import share_items
+from omnibal.packing.phase_balance import PhaseBalance, encoder_balances, language_balance
 
 pytestmark = pytest.mark.quick
 ITEM_MS = {"vision": 5.0, "audio": 8.0}

@@ -19,6 +19,8 @@ from omnibal.job.planner import make_plan
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import ANY_PACKS, FREE, OWN, TARGETS, TargetName, TrainerConstraints
+from omnibal.packing import steps
+from omnibal.packing.next_fit import next_fit_packs
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.search.limit_costs import (
     CostOfLimits,
@@ -29,8 +31,6 @@ from omnibal.search.limit_costs import (
     rates_lifted,
     requests_lifted,
 )
-from omnibal.steps import steps
-from omnibal.steps.next_fit import next_fit_packs
 
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 PLAN = f"{DIGITS} --dp 2 --micro-batches 4 --packing isf"

@@ -18,8 +18,8 @@ from omnibal.job.planner import make_plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import TilingConfig
 from omnibal.model.parallel import Parallel
+from omnibal.packing.balance_metrics import rank_sums
 from omnibal.search.strategy import FreeSizes, StrategyRequest
-from omnibal.steps.balance_metrics import rank_sums
 
 pytestmark = pytest.mark.quick
 

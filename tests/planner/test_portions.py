@@ -20,12 +20,12 @@ from omnibal.job.planner import PlanResult
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.pack_bound import SizeCounts
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packs import read_packs
+from omnibal.packing.portions import PortionedSamples, PortionPlace
 from omnibal.search.goal import Earlier, Goal, Samples
 from omnibal.search.planning import plan
 from omnibal.search.replanning import replan
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.portions import PortionedSamples, PortionPlace
 
 EPOCHS = 2
 

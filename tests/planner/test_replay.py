@@ -22,6 +22,7 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.packing.shares import shares_of
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
@@ -30,7 +31,6 @@ from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB, bytes_of_passes, stage_memories
 from omnibal.pipeline.unit_runs import recomputed_counts, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.shares import shares_of
 
 pytestmark = pytest.mark.quick
 

@@ -35,6 +35,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks, write_packs
+from omnibal.packing.shares import shares_of
 from omnibal.pipeline import prediction as predicting
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.stage_cost import stage_times
@@ -47,7 +48,6 @@ from omnibal.report.plan_tables import accuracy_table, peak_table, sources_table
 from omnibal.report.step_time import explain_causes, split_measured_step
 from omnibal.report.summary import summarise_run
 from omnibal.report.timeline import representative_step, timeline_figure
-from omnibal.steps.shares import shares_of
 
 pytestmark = pytest.mark.quick
 

@@ -14,11 +14,11 @@ from omnibal.data.lengths import Lengths
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.packing.by_level import levels_of_packs
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.shares import shares_of
-from omnibal.steps.steps import deal_steps, draw_steps, pack_epochs, steps_of
+from omnibal.packing.shares import shares_of
+from omnibal.packing.steps import deal_steps, draw_steps, pack_epochs, steps_of
 
 pytestmark = pytest.mark.quick
 

@@ -25,9 +25,9 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import feature_names, feature_names_at
+from omnibal.packing.cut import cut_pack, item_bounds
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.cut import cut_pack, item_bounds
-from omnibal.steps.shares import shares_of
+from omnibal.packing.shares import shares_of
 
 pytestmark = pytest.mark.quick
 

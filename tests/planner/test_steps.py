@@ -15,12 +15,12 @@ from omnibal.data.lengths import Lengths
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.targets import PackRules
+from omnibal.packing.balance_metrics import rank_sums, straggler_factor
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.balance_metrics import rank_sums, straggler_factor
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.rows import match_packs
-from omnibal.steps.steps import (
+from omnibal.packing.rows import match_packs
+from omnibal.packing.steps import (
     Steps,
     deal_steps,
     draw_steps,

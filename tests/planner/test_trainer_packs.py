@@ -18,17 +18,17 @@ from omnibal.model.config import load_model
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, PackRules
-from omnibal.packing.packing import PackingMethod, number_media, pack_media_apart
-from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.full_steps import split_to_fill
-from omnibal.steps.next_fit import (
+from omnibal.packing.full_steps import split_to_fill
+from omnibal.packing.next_fit import (
     cut_full_steps,
     find_merges,
     form_next_fit_packs,
     next_fit_packs,
     order_without_merges,
 )
-from omnibal.steps.pack_settings import PackSettings
+from omnibal.packing.pack_settings import PackSettings
+from omnibal.packing.packing import PackingMethod, number_media, pack_media_apart
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.trainers.export.reading_order import reading_order
 from omnibal.trainers.lint.loongforge import LOONGFORGE_TRAINER
 

@@ -11,11 +11,11 @@ from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.model.data_parallel_encoders import SampleTimes
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
+from omnibal.packing.balance import load_bound
+from omnibal.packing.item_shares import bounds_of_items
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.balance import load_bound
-from omnibal.steps.item_shares import bounds_of_items
-from omnibal.steps.shares import shares_of
-from omnibal.steps.whole_samples import (
+from omnibal.packing.shares import shares_of
+from omnibal.packing.whole_samples import (
     DealtSamples,
     SampleItems,
     deal_group,

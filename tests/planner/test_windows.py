@@ -20,10 +20,10 @@ from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.balance_metrics import imbalance, rank_sums
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
-from omnibal.steps.balance_metrics import imbalance, rank_sums
-from omnibal.steps.steps import steps_of
-from omnibal.steps.windows import schedule_windows
+from omnibal.packing.steps import steps_of
+from omnibal.packing.windows import schedule_windows
 
 pytestmark = pytest.mark.quick
 

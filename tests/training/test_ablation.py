@@ -24,10 +24,10 @@ from omnibal.job.planner import PlanResult
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.shares import shares_of
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.shares import shares_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from ablation import AblationResult, lost_entries, markdown_of, picture

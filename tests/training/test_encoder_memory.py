@@ -21,8 +21,8 @@ from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.encoder_phase_costs import encoders_cost
 from omnibal.cost.setting import CostSetting
+from omnibal.packing.items import shares_of_ranks
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
-from omnibal.steps.items import shares_of_ranks
 
 WIDTH = 512
 TILES = [[31, 8, 0], [14, 23, 6]]

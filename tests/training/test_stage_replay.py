@@ -35,9 +35,9 @@ from omnibal.job.replay import REPLAY_FILES, read_replay
 from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage_units import merge_spans
-from omnibal.steps.pack_settings import PackSettings
 from tests.planner.plan_cases import request
 
 pytestmark = pytest.mark.in_own_process

@@ -17,10 +17,10 @@ from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
+from omnibal.packing.cut import item_bounds
+from omnibal.packing.item_shares import ImagePieces
 from omnibal.pipeline.stage_units import Stage, merge_spans
 from omnibal.pipeline.unit_runs import stages_from_cuts
-from omnibal.steps.cut import item_bounds
-from omnibal.steps.item_shares import ImagePieces
 
 IMAGE_TOKEN = 0
 AUDIO_TOKEN = 1

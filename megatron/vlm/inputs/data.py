@@ -34,9 +34,9 @@ from omnibal.base.errors import UserError
 from omnibal.data.chat import EncodedSample, encode_sample
 from omnibal.data.lengths import Lengths
 from omnibal.data.sample import Sample
+from omnibal.packing.cut import Pieces, keep_samples_whole
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.stage_units import Stage
-from omnibal.steps.cut import Pieces, keep_samples_whole
 
 
 class LossWeighting(StrEnum):

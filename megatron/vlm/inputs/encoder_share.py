@@ -20,18 +20,18 @@ from omnibal.model.data_parallel_encoders import DataParallelEncoders, nodes_of_
 from omnibal.model.encoders import Encoder
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
+from omnibal.packing.cut import first_item
+from omnibal.packing.items import ItemRuns, share_items, unit_of_time
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.encoder_waits import ItemShares
-from omnibal.steps.cut import first_item
-from omnibal.steps.items import ItemRuns, share_items, unit_of_time
-from omnibal.steps.shares import Shares, shares_of
-from omnibal.steps.whole_samples import (
+from omnibal.packing.shares import Shares, shares_of
+from omnibal.packing.whole_samples import (
     DealtSamples,
     SampleItems,
     deal_whole_samples,
     passes_of_samples,
     samples_of_shares,
 )
+from omnibal.pipeline.encoder_waits import ItemShares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,10 @@ import numpy as np
 from omnibal.data.lengths import Lengths
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.parallel import Parallel
+from omnibal.packing.cut import Pieces, cut_pack
+from omnibal.packing.item_shares import bounds_of_items
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.steps.cut import Pieces, cut_pack
-from omnibal.steps.item_shares import bounds_of_items
-from omnibal.steps.shares import empty_slots, shares_of
+from omnibal.packing.shares import empty_slots, shares_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

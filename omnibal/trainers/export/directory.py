@@ -10,7 +10,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import check_same_data
 from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints, trainer_of
-from omnibal.steps.next_fit import largest_first
+from omnibal.packing.next_fit import largest_first
 from omnibal.trainers.export import megatron_bridge, megatron_lm, ms_swift, xtuner
 from omnibal.trainers.export.exported import Exported, ExportInput
 from omnibal.trainers.export.expressible import obstacles

@@ -9,8 +9,8 @@ from omnibal.job.plan import Plan
 from omnibal.model.parallel import WeightSharding
 from omnibal.model.targets import RecomputeFreedom, TrainerConstraints
 from omnibal.model.units import LANGUAGE, model_parts
+from omnibal.packing.next_fit import largest_first, next_fit_packs
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.steps.next_fit import largest_first, next_fit_packs
 from omnibal.trainers.export.layout import all_or_none, one_number
 from omnibal.trainers.export.reading_order import packs_per_step, reading_order
 

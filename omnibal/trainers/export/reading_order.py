@@ -13,8 +13,8 @@ from omnibal.base.files import atomic
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
+from omnibal.packing.full_steps import size_of_step
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.steps.full_steps import size_of_step
 
 ORDER_FILE = "order.parquet"
 COLUMNS = {

@@ -24,11 +24,11 @@ from omnibal.model.runtime import Dispatcher, RecomputedModule, RuntimeOptions
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.packing.steps import Steps, deal_steps, size_load
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage_units import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_spans
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.steps import Steps, deal_steps, size_load
 from omnibal.trainers.lint import weights
 from omnibal.trainers.lint.flags import flag_of
 from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher

@@ -16,12 +16,12 @@ import numpy as np
 from omnibal.data.lengths import Lengths
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.balance import balance
 from omnibal.packing.best_fit import pack_first_fit
+from omnibal.packing.deal import lightest_at_the_ends
 from omnibal.packing.fit import check_samples_fit, in_common_units
 from omnibal.packing.isf import cut_groups
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.balance import balance
-from omnibal.steps.deal import lightest_at_the_ends
 
 _Pack = list[int]
 _Ranks = list[list[_Pack]]  # packs of every rank, in slot order

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.steps.pack_settings import PackSettings
+from omnibal.packing.pack_settings import PackSettings
 
 _PLACE_TYPE = np.uint16
 _DEAL = 1  # with the number of portions, no pair of an epoch and a portion: a seed of its own

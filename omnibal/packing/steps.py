@@ -18,13 +18,13 @@ from omnibal.model.levels import Level, are_plain, largest_caps
 from omnibal.model.limits import Caps
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs, pack_by_level
+from omnibal.packing.deal import deal_by_speed, deal_in_rounds, deal_rows
 from omnibal.packing.fit import size_keys
+from omnibal.packing.full_steps import level_to_fill, split_to_fill
+from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import pack_media_apart, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks, sha256_of_columns
-from omnibal.steps.deal import deal_by_speed, deal_in_rounds, deal_rows
-from omnibal.steps.full_steps import level_to_fill, split_to_fill
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.rows import RowRequest, match_packs, match_rows
+from omnibal.packing.rows import RowRequest, match_packs, match_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

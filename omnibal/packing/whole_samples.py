@@ -27,11 +27,11 @@ from omnibal.model.data_parallel_encoders import (
 )
 from omnibal.model.encoders import squares_of
 from omnibal.model.levels import Level
+from omnibal.packing.balance import load_bound, lower_max_load
+from omnibal.packing.item_shares import ImagePieces
+from omnibal.packing.items import MAX_UNITS, NO_LOAD, Homes, unit_of_time
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.balance import load_bound, lower_max_load
-from omnibal.steps.item_shares import ImagePieces
-from omnibal.steps.items import MAX_UNITS, NO_LOAD, Homes, unit_of_time
-from omnibal.steps.shares import Shares, shares_of
+from omnibal.packing.shares import Shares, shares_of
 
 _HOME_SLACK = 1e-3  # max excess over the bound to keep samples on their pipeline's ranks
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.levels import ContextExchange, Level
+from omnibal.packing.cut import Pieces
+from omnibal.packing.item_shares import bounds_of_items
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.steps.cut import Pieces
-from omnibal.steps.item_shares import bounds_of_items
-from omnibal.steps.shares import Shares, pieces_of, shares_of
+from omnibal.packing.shares import Shares, pieces_of, shares_of
 
 _MODEL_PARTS = {"tiles": "vision", "tokens": "language"}  # JSON names of dist ratios by feature
 

@@ -16,8 +16,8 @@ import numpy as np
 from omnibal.data.lengths import Lengths
 from omnibal.model.encoders import SQUARED_FEATURES, squares_of
 from omnibal.model.levels import Level
+from omnibal.packing.cut import item_bounds
 from omnibal.packing.packs import Packs
-from omnibal.steps.cut import item_bounds
 
 _UNITS_PER_TOKEN = 16  # Units of cost per token. Limits rounding errors to 1/16 token per image.
 _MAX_PIECE_UNITS = 1 << 40  # max units of a piece, so that sums over all packs fit 64-bit integers

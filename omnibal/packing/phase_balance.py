@@ -13,10 +13,10 @@ from functools import partial
 import numpy as np
 
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
-from omnibal.steps.balance import load_bound
-from omnibal.steps.balance_metrics import imbalance, over_mean
-from omnibal.steps.items import NO_LOAD, shares_of_ranks, unit_of_time
-from omnibal.steps.whole_samples import SampleItems
+from omnibal.packing.balance import load_bound
+from omnibal.packing.balance_metrics import imbalance, over_mean
+from omnibal.packing.items import NO_LOAD, shares_of_ranks, unit_of_time
+from omnibal.packing.whole_samples import SampleItems
 
 ALL_ENCODERS = "encoders"
 LANGUAGE_PHASE = "language"

@@ -11,8 +11,8 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.levels import Level
+from omnibal.packing.cut import Pieces, cut_packs
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.steps.cut import Pieces, cut_packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

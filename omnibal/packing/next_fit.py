@@ -13,8 +13,8 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
+from omnibal.packing.full_steps import size_of_step
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.full_steps import size_of_step
 
 _MAX_SWAPPED_SHARE = 0.1  # share of merging packs above which swaps are useless
 _MAX_SWAP_ROUNDS = 3  # rounds of swaps

@@ -1,1 +1,0 @@
-"""Packs into optimizer steps, and steps over data-parallel ranks."""
