@@ -36,13 +36,10 @@ class SharedExpertsText(TextTable):
         # n shared experts see every token: one SwiGLU of n times the width.
         shared = (self.n_shared_experts or 0) * self.moe_intermediate_size
         experts = ExpertsConfig(
-            experts=self.n_routed_experts,
-            experts_per_token=self.num_experts_per_tok or 1,
-            ffn_hidden_size=self.moe_intermediate_size,
-            shared_ffn_hidden_size=shared or None,
+            **self.fields_of("experts"),
             **self.router,
-            normalized=self.norm_topk_prob,
-            weight_factor=self.routed_scaling_factor,
+            experts_per_token=self.num_experts_per_tok or 1,
+            shared_ffn_hidden_size=shared or None,
         )
         first = min(self.first_k_dense_replace, self.num_hidden_layers)
         sparse = self.dense.model_copy(update={"experts": experts})
@@ -64,25 +61,13 @@ class DeepseekText(SharedExpertsText):
     output_router_logits: bool = False
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        heads = {"kv_heads": self.num_attention_heads, "head_size": self.qk_nope_head_dim}
-        return super().sizes | heads
-
-    @property
     def router(self) -> dict[str, Any]:
         # "noaux_tc": auxiliary-loss-free balancing by a bias per expert.
         return {"selection_bias": self.topk_method == "noaux_tc", "score": self.scoring_func}
 
     @property
     def dense(self) -> LayerKind:
-        latent = LatentAttention(
-            query_rank=self.q_lora_rank,
-            key_value_rank=self.kv_lora_rank,
-            head_size=self.qk_nope_head_dim,
-            rotary_head_size=self.qk_rope_head_dim,
-            value_head_size=self.v_head_dim,
-        )
-        return LayerKind(latent=latent)
+        return LayerKind(latent=LatentAttention(**self.fields_of("latent")))
 
 
 class DeepseekV2Text(DeepseekText):

@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt
 from omnibal.families.hub_table import NoDropout
 from omnibal.families.processor import read_processor
 from omnibal.families.text import LayeredText
-from omnibal.families.vision import LayersTable, Square, WholeTable, square
+from omnibal.families.vision import LayersTable, Side, WholeTable
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.layer_kinds import LayerKind
 
@@ -40,8 +40,8 @@ class GemmaText(LayeredText):
 
 
 class SiglipVision(LayersTable):
-    image_size: Square = 224
-    patch_size: Square = 16
+    image_size: Side = 224
+    patch_size: Side = 16
     layer_norm_eps: PositiveFloat = 1e-6
     attention_dropout: NoDropout = 0.0
     vision_use_head: bool = True  # Transformers' default; releases set false
@@ -49,21 +49,15 @@ class SiglipVision(LayersTable):
     def encoder(self, whole: GemmaTable, path: Path) -> ImagesEncoder:
         if self.vision_use_head:
             raise ValueError("vision_config has a pooling head; vision_use_head must be false")
-        image = square(self.image_size, "image_size")
-        patch = square(self.patch_size, "patch_size")
-        side = image // patch  # in patches
+        image = self.image_size
+        side = image // self.patch_size  # in patches
         tokens_per_side = round(whole.mm_tokens_per_image**0.5)
         if tokens_per_side**2 != whole.mm_tokens_per_image or side % tokens_per_side:
             raise ValueError(f"mm_tokens_per_image must be a square of a divisor of {side}")
-        merge_size = side // tokens_per_side
-        sizes = {**self.layer_sizes, "patch_size": patch, "merge_size": merge_size}
-        given_side = read_processor(path, sizes).side
+        fields = {**self.parts, "merge_size": side // tokens_per_side}
+        given_side = read_processor(path, fields).side
         if given_side not in (None, image):
             raise ValueError(f"images become squares of side {given_side}; it must be {image}")
         return ImagesEncoder(
-            **sizes,
-            **self.parts,
-            learned_positions=side**2,
-            min_pixels=image**2,
-            max_pixels=image**2,
+            **fields, learned_positions=side**2, min_pixels=image**2, max_pixels=image**2
         )

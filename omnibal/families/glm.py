@@ -7,7 +7,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.families.deepseek import SharedExpertsText
 from omnibal.families.hub_table import NoDropout
-from omnibal.families.vision import Square, VisionTable, WholeTable, square
+from omnibal.families.vision import Side, VisionTable, WholeTable
 from omnibal.model.encoders import ImagesEncoder
 
 
@@ -16,18 +16,13 @@ class GlmVision(VisionTable):
     output_key = "out_hidden_size"
 
     attention_dropout: NoDropout = 0.0
-    image_size: Square = 336
+    image_size: Side = 336
     rms_norm_eps: PositiveFloat = 1e-5
     out_hidden_size: PositiveInt = 4096
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        # `intermediate_size` is the projector's; the layers' feed-forwards have the output width.
-        return super().sizes | {"ffn_hidden_size": self.out_hidden_size}
-
-    @property
     def parts(self) -> dict[str, Any]:
-        side = square(self.image_size, "image_size") // self.sizes["patch_size"]
+        side = self.image_size // self.patch_size
         return super().parts | {"learned_positions": side**2}
 
     def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:

@@ -16,9 +16,9 @@ class PlainText(TextTable):
     rms_norm_eps: PositiveFloat = 1e-5
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         width = self.intermediate_size or 4 * self.hidden_size
-        return super().sizes | {"ffn_hidden_size": width}
+        return super().parts | {"ffn_hidden_size": width}
 
 
 class Gpt2Text(PlainText):
@@ -51,10 +51,6 @@ class GptOssText(PlainText, LayeredText):
 
     @property
     def kinds(self) -> list[LayerKind]:
-        experts = ExpertsConfig(
-            experts=self.num_local_experts,
-            experts_per_token=self.num_experts_per_tok,
-            ffn_hidden_size=self.intermediate_size,
-        )
+        experts = ExpertsConfig(**self.fields_of("experts"))
         windows = (None if full else self.sliding_window for full in self.full_layers(2))
         return [LayerKind(window=window, experts=experts) for window in windows]

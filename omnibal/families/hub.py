@@ -44,22 +44,22 @@ FAMILIES = (
     HubFamily(
         "Qwen3-VL",
         {
-            "qwen3_vl": _vision(qwen.Qwen3VLVision, qwen.Qwen3VLText, checks_rope=True),
-            "qwen3_vl_moe": _vision(qwen.Qwen3VLVision, qwen.Qwen3VLMoeText, checks_rope=True),
+            "qwen3_vl": _vision(qwen.Qwen3VLVision, qwen.Qwen3VLText),
+            "qwen3_vl_moe": _vision(qwen.Qwen3VLVision, qwen.Qwen3VLMoeText),
         },
         is_trained=True,
     ),
     HubFamily(
         "Qwen3.5, 3.6, 3.8",
         {
-            "qwen3_5": _vision(qwen.Qwen35Vision, qwen.HybridText, checks_rope=True),
-            "qwen3_5_moe": _vision(qwen.Qwen35Vision, qwen.HybridMoeText, checks_rope=True),
+            "qwen3_5": _vision(qwen.Qwen35Vision, qwen.HybridText),
+            "qwen3_5_moe": _vision(qwen.Qwen35Vision, qwen.HybridMoeText),
             "qwen3_5_text": partial(text.read_language_model, qwen.HybridText),
             "qwen3_5_moe_text": partial(text.read_language_model, qwen.HybridMoeText),
         },
         is_trained=True,
     ),
-    HubFamily("LLaVA-OneVision-1.5", {"llavaonevision1_5": _vision(qwen.RiceVit, text.Qwen3Text)}),
+    HubFamily("LLaVA-OneVision-1.5", {"llavaonevision1_5": _vision(qwen.RiceVit, qwen.LlavaText)}),
     HubFamily("GLM-4.5V, 4.6V", {"glm4v_moe": _vision(glm.GlmVision, glm.GlmText)}),
     HubFamily(
         "Kimi-VL, Kimi-K2.5",

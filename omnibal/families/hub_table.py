@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -24,6 +24,7 @@ from omnibal.base.files import complaint, read_toml_model
 from omnibal.base.frozen import Frozen, Numbered
 
 T = TypeVar("T", bound="HubTable")
+FieldKeys = Literal["fields", "experts", "latent", "linear"]  # sections with keys by field
 _LENIENT = "lenient"  # pydantic context: unknown keys are dropped
 
 
@@ -36,6 +37,9 @@ class Keys(Frozen):
     ignored: frozenset[str] = frozenset()
     parts: dict[str, Any] = Field(default={})
     fields: dict[str, str] = Field(default={})
+    experts: dict[str, str] = Field(default={})
+    latent: dict[str, str] = Field(default={})
+    linear: dict[str, str] = Field(default={})
 
 
 SECTIONS = read_toml_model(
@@ -91,15 +95,25 @@ class HubTable(Numbered):
         """Return the class's section of tables.toml, joined with its bases'."""
         # Sections of subclasses override, so they come first in a ChainMap.
         sections = [SECTIONS.get(base.__name__, Keys()) for base in reversed(cls.__mro__)]
-        names = ("defaults", "names", "must", "parts", "fields")
+        names = Keys.model_fields.keys() - {"ignored"}
         joined = {name: dict(ChainMap(*(vars(s)[name] for s in sections[::-1]))) for name in names}
         return Keys(**joined, ignored=frozenset().union(*(s.ignored for s in sections)))
 
     @property
     def parts(self) -> dict[str, Any]:
         """Fields of a LanguageConfig or encoder: the family's constants, the table's values."""
-        keys, values = self.section(), dict(self)
-        return keys.parts | {field: values[key] for field, key in keys.fields.items()}
+        return self.section().parts | self.fields_of("fields")
+
+    def fields_of(self, config: FieldKeys) -> dict[str, Any]:
+        """Return fields of a configuration from the table's values."""
+        values = dict(self)
+        return {field: values[key] for field, key in vars(self.section())[config].items()}
+
+    @classmethod
+    def entries_of(cls, config: Frozen, name: FieldKeys = "fields") -> dict[str, Any]:
+        """Return a configuration's fields as a table's entries: the inverse of `fields_of`."""
+        values = dict(config)
+        return {key: values[field] for field, key in vars(cls.section())[name].items()}
 
     @classmethod
     def unknown_keys(cls, given: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from omnibal.families.folder import has_chat_template, stored_tensors
 from omnibal.families.hub_table import SECTIONS, HubTable, as_table
 from omnibal.families.processor import read_processor
 from omnibal.families.text import LANGUAGES, SCALES_LATER, LanguageType, language_type
-from omnibal.families.vision import LayersTable, Square, WholeTable, square
+from omnibal.families.vision import LayersTable, Side, WholeTable
 from omnibal.model.config import ChatTemplateName, ModelConfig
 from omnibal.model.encoders import TilesEncoder, TilingConfig
 
@@ -30,36 +30,34 @@ _HEADS = ("lm_head.weight", "language_model.output.weight")  # ends of the head'
 class VisionTower(LayersTable):
     """Tower of InternVL, in either format."""
 
-    patch_size: Square = 14
-    image_size: Square
+    patch_size: Side = 14
+    image_size: Side
     norm_type: Literal["layer_norm", "rms_norm"]
     layer_norm_eps: PositiveFloat = 1e-6
-    qkv_bias: bool = False
-    qk_norm: bool
-    layer_scale_init: float = 0.1
 
-    def tower(self, downsample_ratio: float, tiling: TilingConfig) -> TilesEncoder:
-        return TilesEncoder(
-            **self.layer_sizes,
-            image_size=square(self.image_size, "image_size"),
-            patch_size=square(self.patch_size, "patch_size"),
-            normalization=NORMS[self.norm_type],
-            **self.parts,
-            downsample_ratio=downsample_ratio,
-            tiling=tiling,
-        )
+    @property
+    def parts(self) -> dict[str, Any]:
+        return super().parts | {"normalization": NORMS[self.norm_type]}
 
 
 class OriginalVision(VisionTower):
     """Tower in InternVL's own format."""
 
+    qkv_bias: bool = False
+    qk_normalization: bool
+    initializer_factor: float = 0.1
+
 
 class TransformersVision(VisionTower):
     """Tower in the format of Transformers."""
 
+    attention_bias: bool = False
+    use_qk_norm: bool
+    layer_scale_init_value: float = 0.1
+
     @model_validator(mode="after")
     def _has_one_eps(self) -> "TransformersVision":
-        if self.qk_norm and self.layer_norm_eps != TRANSFORMERS_QK_NORM_EPS:
+        if self.use_qk_norm and self.layer_norm_eps != TRANSFORMERS_QK_NORM_EPS:
             raise ValueError(f"layer_norm_eps with use_qk_norm must be {TRANSFORMERS_QK_NORM_EPS}")
         return self
 
@@ -152,8 +150,8 @@ def internvl_model(
         original=is_original(given),
         has_head=has_head,
     )
-    tiling = whole.tiling(square(vision.image_size, "image_size"), path)
-    tower = vision.tower(whole.downsample_ratio, tiling)
+    tiling = whole.tiling(vision.image_size, path)
+    tower = TilesEncoder(**vision.parts, downsample_ratio=whole.downsample_ratio, tiling=tiling)
     text.check_trained()
     language = text.language(tied_head=tied)
     if text.rope.kind != SCALES_LATER:

@@ -39,17 +39,15 @@ class MoonVit(LayersTable):
         for width in (whole.projection_hidden_size, self.mm_hidden_size):
             if width not in (None, self.hidden_size):
                 raise ValueError(f"projector width {width} must be the tower's {self.hidden_size}")
-        merge_size = self.merge_kernel_size[0]
-        sizes = {**self.layer_sizes, "patch_size": self.patch_size, "merge_size": merge_size}
-        max_patches = read_processor(path, sizes).max_image_patches or self.max_patches
+        fields = {**self.parts, "merge_size": self.merge_kernel_size[0]}
+        max_patches = read_processor(path, fields).max_image_patches or self.max_patches
         text = ImageText(
             before=f"<|{self.start}|>image<|media_content|>",
             each="<|media_pad|>",
             after="<|media_end|>",
         )
         return ImagesEncoder(
-            **sizes,
-            **self.parts,
+            **fields,
             learned_positions=self.pos_emb_height * self.pos_emb_width,
             min_pixels=1,
             max_pixels=max_patches * self.patch_size**2,

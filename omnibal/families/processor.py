@@ -1,17 +1,19 @@
 """Image and video processor files next to `config.json`: pixel limits, frames, normalisation."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, PositiveFloat, PositiveInt
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import parse_json_model, read_text
+from omnibal.base.files import parse_json_model, read_json_model
 
-_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
-_VIDEO_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
-_PROCESSOR_REMEDY = "correct it, or move it away to plan with the family's defaults"
+_IMAGE_FILE, _JOINT_FILE = "preprocessor_config.json", "processor_config.json"
+_VIDEO_FILE = "video_preprocessor_config.json"
+_REMEDY = "correct it, or move it away to plan with the family's defaults"
+P = TypeVar("P", "Processor", "VideoProcessor")
 
 
 class _ImageSize(BaseModel):
@@ -93,9 +95,14 @@ class VideoProcessor(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class _Nested(BaseModel):
-    image_processor: dict[str, Any] | None = None
-    video_processor: dict[str, Any] | None = None
+def _read_first(kind: type[P], key: str, files: Iterable[Path]) -> tuple[P, Path | None]:
+    """Return the processor of the first file that exists, and the file; a joint file's at `key`."""
+    for path in filter(Path.is_file, files):
+        settings = read_json_model(dict[str, Any], path, _REMEDY)
+        if path.name != _JOINT_FILE or settings.get(key) is not None:
+            text = json.dumps(settings.get(key) or settings)
+            return parse_json_model(kind, text, str(path), _REMEDY), path
+    return kind(), None
 
 
 def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
@@ -104,35 +111,18 @@ def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
     Raises:
         UserError: if the file is invalid, differs from the tower's `sizes` or has do_resize false.
     """
-    remedy = _PROCESSOR_REMEDY
-    path = next(filter(Path.is_file, map(config.with_name, _IMAGE_FILES)), None)
-    if path is None:
-        return Processor()
-    text = read_text(path, remedy)
-    nested = parse_json_model(_Nested, text, str(path), remedy).image_processor
-    if nested is not None:
-        text = json.dumps(nested)
-    processor = parse_json_model(Processor, text, str(path), remedy)
-    for name in ("patch_size", "merge_size"):
-        given = processor.model_dump()[name]
+    files = map(config.with_name, (_IMAGE_FILE, _JOINT_FILE))
+    processor, path = _read_first(Processor, "image_processor", files)
+    for name, given in (("patch_size", processor.patch_size), ("merge_size", processor.merge_size)):
         if isinstance(given, int) and given != sizes.get(name, given):
-            raise UserError(f"{path}: has {name} {given}, and config.json {sizes[name]}; {remedy}")
+            raise UserError(f"{path}: has {name} {given}, and config.json {sizes[name]}; {_REMEDY}")
     if not processor.do_resize:
-        raise UserError(f"{path}: has do_resize false, which limits no image; {remedy}")
+        raise UserError(f"{path}: has do_resize false, which limits no image; {_REMEDY}")
     return processor
 
 
 def read_video_processor(config: Path) -> VideoProcessor:
     """Return the video processor of a file next to `config.json`, or defaults without one."""
     # Transformers' order: joint file, video file, image file, whose pixels then limit a frame.
-    remedy = _PROCESSOR_REMEDY
-    joint = config.with_name("processor_config.json")
-    if joint.is_file():
-        text = read_text(joint, remedy)
-        nested = parse_json_model(_Nested, text, str(joint), remedy).video_processor
-        if nested is not None:
-            return parse_json_model(VideoProcessor, json.dumps(nested), str(joint), remedy)
-    for file in map(config.with_name, _VIDEO_FILES):
-        if file.is_file():
-            return parse_json_model(VideoProcessor, read_text(file, remedy), str(file), remedy)
-    return VideoProcessor()
+    files = map(config.with_name, (_JOINT_FILE, _VIDEO_FILE, _IMAGE_FILE))
+    return _read_first(VideoProcessor, "video_processor", files)[0]

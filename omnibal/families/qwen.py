@@ -4,9 +4,9 @@ has a tower like Qwen2-VL's, and Qwen3.
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from omnibal.families import text
 from omnibal.families.hub_table import HubTable
@@ -16,8 +16,7 @@ from omnibal.model.encoders import VideoConfig
 from omnibal.model.layer_kinds import ExpertsConfig, LayerKind, LinearAttention
 
 _UNSCALED: dict[str, tuple[str, ...]] = {"default": (), "mrope": ()}  # "mrope" is Qwen2-VL's
-
-
+_SortedLayers = Annotated[tuple[int, ...], AfterValidator(lambda layers: tuple(sorted(layers)))]
 _ROTATED_SHARE = 0.25  # of a head, Transformers' default of Qwen3.5
 
 
@@ -54,11 +53,8 @@ class Qwen2VLVision(DepthTable):
     mlp_ratio: PositiveFloat = 4
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        width = self.embed_dim
-        return super().sizes | {
-            "hidden_size": width, "ffn_hidden_size": int(width * self.mlp_ratio)
-        }  # fmt: skip
+    def parts(self) -> dict[str, Any]:
+        return super().parts | {"ffn_hidden_size": int(self.embed_dim * self.mlp_ratio)}
 
 
 class Qwen25VLVision(VisionTable):
@@ -69,15 +65,15 @@ class Qwen25VLVision(VisionTable):
     window_size: PositiveInt = 112
     tokens_per_second: PositiveFloat = 4
     out_hidden_size: PositiveInt = 3584
-    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        return super().parts | {"full_layers": tuple(sorted(self.fullatt_block_indexes))}
+    fullatt_block_indexes: _SortedLayers = (7, 15, 23, 31)
 
     @property
     def video(self) -> VideoConfig:
         return VideoConfig(positions_per_second=self.tokens_per_second)
+
+
+class LlavaText(text.Qwen3Text):
+    rope_numbers = None
 
 
 class RiceVit(VisionTable):  # of LLaVA-OneVision-1.5
@@ -118,6 +114,7 @@ class HybridText(text.LayeredText, SectionedText):
     """Language model of Qwen3.5: three gated-delta-rule layers, then one attention layer."""
 
     states_head_size = True
+    rope_numbers = _UNSCALED
     default_sections = (11, 11, 10)  # of the first quarter of a head
 
     intermediate_size: PositiveInt | None = 12_288
@@ -133,16 +130,11 @@ class HybridText(text.LayeredText, SectionedText):
     mtp_num_hidden_layers: int = Field(default=0, ge=0)
     mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)  # [] in dense releases
 
-    def check_rope(self) -> None:
-        """Raise ValueError for a scaled RoPE, or sections of another share of a head."""
-        if self.rope.kind not in _UNSCALED:
-            raise ValueError(
-                f"RoPE of type {self.rope.kind!r} is not trained; to plan, leave the scaling out: "
-                "it costs nothing"
-            )
+    def check_rotated_share(self, share: float | None) -> None:
+        """Raise ValueError if sections are of another share of a head."""
+        share = share or _ROTATED_SHARE
         sections = self.rope_fields["rope_sections"]
         rotated = 2 * (sections.time + sections.rows + sections.columns)
-        share = self.rope.partial_rotary_factor or self.partial_rotary_factor or _ROTATED_SHARE
         if rotated != int(self.head_dim * share):
             raise ValueError(
                 f"mrope_section rotates {rotated} of {self.head_dim} values of a head, and "
@@ -155,27 +147,17 @@ class HybridText(text.LayeredText, SectionedText):
         return None
 
     @property
-    def ffn_hidden_size(self) -> int:
-        """Width of a dense feed-forward."""
-        return self.intermediate_size or self.hidden_size
-
-    @property
     def kinds(self) -> list[LayerKind]:
-        linear = LinearAttention(
-            key_heads=self.linear_num_key_heads,
-            value_heads=self.linear_num_value_heads,
-            key_head_size=self.linear_key_head_dim,
-            value_head_size=self.linear_value_head_dim,
-            convolution_width=self.linear_conv_kernel_dim,
-        )
+        linear = LinearAttention(**self.fields_of("linear"))
         return [
             LayerKind(linear=None if is_full else linear, experts=self.experts)
             for is_full in self.full_layers(self.full_attention_interval)
         ]
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        return super().sizes | {"ffn_hidden_size": self.ffn_hidden_size}
+    def parts(self) -> dict[str, Any]:
+        width = self.intermediate_size or self.hidden_size
+        return super().parts | {"ffn_hidden_size": width}
 
 
 class HybridMoeText(text.RoutedKeys, HybridText):
@@ -187,16 +169,13 @@ class HybridMoeText(text.RoutedKeys, HybridText):
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        return self.experts_of(
-            self.num_hidden_layers,
-            shared_ffn_hidden_size=self.shared_expert_intermediate_size,
-            shared_gate=True,
-        )
+        return self.experts_of(self.num_hidden_layers, shared_gate=True)
 
     @property
-    def ffn_hidden_size(self) -> int:
+    def parts(self) -> dict[str, Any]:
         # No layer is dense, but a LanguageConfig needs a width.
-        return self.intermediate_size or self.moe_intermediate_size * self.num_experts_per_tok
+        width = self.intermediate_size or self.moe_intermediate_size * self.num_experts_per_tok
+        return super().parts | {"ffn_hidden_size": width}
 
 
 _LANGUAGE_KEYS = {
@@ -224,4 +203,4 @@ def read_flat(
         for key in _SIZE_KEYS:
             if key in flat and key in table and flat[key] != table[key]:
                 raise ValueError(f"{key} is {flat[key]}, but {table[key]} in text_config")
-    return read_vision_language(vision, Qwen25VLText, outer, name, path, checks_rope=True)
+    return read_vision_language(vision, Qwen25VLText, outer, name, path)

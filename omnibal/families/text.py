@@ -59,9 +59,11 @@ class TextTable(HubTable):
     default_theta: ClassVar[float] = 10_000.0
     tied_by_default: ClassVar[bool] = False
     inner_ties_too: ClassVar[bool] = False  # Transformers ties by this table or the outer one
-    # Whether `sizes` keep a head_size of hidden_size / heads, as the presets do.
+    # Whether `parts` keep a head_size of hidden_size / heads, as the presets do.
     states_head_size: ClassVar[bool] = False
     chat_template: ClassVar[ChatTemplateName] = "tokenizer"  # of the newest releases
+    # Required numbers by supported RoPE type; None: every type is planned, and none trained.
+    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -102,24 +104,18 @@ class TextTable(HubTable):
         }
         return {
             "rope_base": round(self.theta),
-            "max_positions": self.max_position_embeddings,
             "rope_factor": rope.factor if rope.kind == SCALES_LATER else None,
             "rope_scaling": scaling if rope.kind == SCALES_WAVES else None,
         }
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """Sizes of a LanguageConfig."""
+    def parts(self) -> dict[str, Any]:
         is_usual = self.head_dim == self.hidden_size / self.num_attention_heads
-        return {
-            "layers": self.num_hidden_layers,
-            "hidden_size": self.hidden_size,
-            "heads": self.num_attention_heads,
+        heads = {
             "kv_heads": self.num_key_value_heads or self.num_attention_heads,
             "head_size": None if is_usual and not self.states_head_size else self.head_dim,
-            "ffn_hidden_size": self.intermediate_size,
-            "vocab_size": self.vocab_size,
         }
+        return heads | super().parts
 
     @property
     def kinds(self) -> list[LayerKind]:
@@ -135,12 +131,7 @@ class TextTable(HubTable):
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
         return LanguageConfig(
-            **self.sizes,
-            **self.rope_fields,
-            **self.parts,
-            norm_eps=self.rms_norm_eps,
-            tied_head=tied_head,
-            runs=runs_of(self.kinds),
+            **self.parts, **self.rope_fields, tied_head=tied_head, runs=runs_of(self.kinds)
         )
 
     def as_model(self, name: str, *, tied_head: bool) -> ModelConfig:
@@ -149,7 +140,29 @@ class TextTable(HubTable):
         return ModelConfig(name=name, language=language, chat_template=self.chat_template)
 
     def check_rope(self) -> None:
-        """Raise ValueError for an unsupported RoPE; families that are only planned accept all."""
+        """Raise ValueError for a RoPE that is unsupported, incomplete or contradictory."""
+        if self.rope_numbers is None:
+            return
+        rope, older, newer = self.rope, self.rope_scaling, self.rope_parameters
+        kind, numbers = rope.kind, rope.numbers
+        if kind not in self.rope_numbers:
+            raise ValueError(
+                f"RoPE of type {kind!r} is not trained; it must be one of "
+                f"{', '.join(self.rope_numbers)}; to plan, leave the scaling out: it costs nothing"
+            )
+        lacking = [name for name in self.rope_numbers[kind] if numbers[name] is None]
+        if lacking:
+            raise ValueError(f"RoPE of type {kind!r} lacks {words(lacking)}, which must be given")
+        if older and newer and (older.kind, older.numbers) != (kind, numbers):
+            raise ValueError("rope_scaling and rope_parameters differ; give one, or both alike")
+        self.check_rotated_share(rope.partial_rotary_factor or self.partial_rotary_factor)
+        if not self.theta.is_integer():
+            raise ValueError(f"has rope_theta {self.theta}; it must be a whole number")
+
+    def check_rotated_share(self, share: float | None) -> None:
+        """Raise ValueError unless RoPE rotates whole heads."""
+        if share not in (None, 1):
+            raise ValueError(f"has partial_rotary_factor {share}; it must be 1")
 
 
 class LayeredText(TextTable):
@@ -175,31 +188,11 @@ class GroupedText(LayeredText):
     """Language model with grouped-query attention and dense feed-forwards."""
 
     architecture: ClassVar[str]  # entry of `architectures` in config.json
-    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _ROPE_NUMBERS
+    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]] | None] = _ROPE_NUMBERS
 
     intermediate_size: PositiveInt
     use_sliding_window: Literal[False] | None = None
     layer_types: tuple[Literal["full_attention"], ...] | None = None
-
-    def check_rope(self) -> None:
-        """Raise ValueError for a RoPE that is unsupported, incomplete or contradictory."""
-        rope, older, newer = self.rope, self.rope_scaling, self.rope_parameters
-        kind, numbers = rope.kind, rope.numbers
-        if kind not in self.rope_numbers:
-            raise ValueError(
-                f"RoPE of type {kind!r} is not trained; it must be one of "
-                f"{', '.join(self.rope_numbers)}; to plan, leave the scaling out: it costs nothing"
-            )
-        lacking = [name for name in self.rope_numbers[kind] if numbers[name] is None]
-        if lacking:
-            raise ValueError(f"RoPE of type {kind!r} lacks {words(lacking)}, which must be given")
-        if older and newer and (older.kind, older.numbers) != (kind, numbers):
-            raise ValueError("rope_scaling and rope_parameters differ; give one, or both alike")
-        share = rope.partial_rotary_factor or self.partial_rotary_factor or 1
-        if share != 1:
-            raise ValueError(f"has partial_rotary_factor {share}; it must be 1")
-        if not self.theta.is_integer():
-            raise ValueError(f"has rope_theta {self.theta}; it must be a whole number")
 
     def check_trained(self) -> None:
         """Raise ValueError for a RoPE or layers that the trainer does not build."""
@@ -256,10 +249,7 @@ class RoutedKeys(HubTable):
         """Return the experts of `layers` layers; `more` are other ExpertsConfig fields."""
         loss = auxiliary_loss(self.router_aux_loss_coef, self.num_experts_per_tok, layers)
         return ExpertsConfig(
-            experts=self.num_experts,
-            experts_per_token=self.num_experts_per_tok,
-            ffn_hidden_size=self.moe_intermediate_size,
-            normalized=self.norm_topk_prob,
+            **self.fields_of("experts"),
             # Transformers adds the loss only if router logits are returned.
             auxiliary_loss=loss if self.output_router_logits else 0.0,
             **more,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, PositiveInt
 
 from omnibal.families.hub_table import HubTable, as_table
 from omnibal.families.processor import read_processor, read_video_processor
@@ -11,8 +11,17 @@ from omnibal.families.text import TextTable
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import Encoder, ImagesEncoder, VideoConfig
 
-# A side, or both sides of a rectangle.
-Square = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+
+def _read_side(sides: Any) -> Any:
+    """Return the side of a square given by both sides. Other values are checked as one side."""
+    if not isinstance(sides, list):
+        return sides
+    if len(sides) != 2 or sides[0] != sides[1] or isinstance(sides[0], bool):
+        raise ValueError(f"{sides} must be a square")
+    return sides[0]
+
+
+Side = Annotated[PositiveInt, BeforeValidator(_read_side)]
 _PILLOW_BICUBIC = 3
 
 
@@ -47,16 +56,6 @@ class LayersTable(Tower):
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
 
-    @property
-    def layer_sizes(self) -> dict[str, Any]:
-        """Encoder fields: layers, widths and heads."""
-        return {
-            "layers": self.num_hidden_layers,
-            "hidden_size": self.hidden_size,
-            "heads": self.num_attention_heads,
-            "ffn_hidden_size": self.intermediate_size,
-        }
-
 
 class DepthTable(Tower):
     """Keys of Qwen2-VL's tower and later."""
@@ -66,22 +65,10 @@ class DepthTable(Tower):
     depth: PositiveInt
     hidden_size: PositiveInt
     num_heads: PositiveInt
-    patch_size: Square
+    patch_size: Side
     spatial_merge_size: PositiveInt = 2
     temporal_patch_size: PositiveInt = 2
     rope_parameters: dict[str, Any] | None = None
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """ImagesEncoder fields of layers, patches and merging."""
-        return {
-            "layers": self.depth,
-            "hidden_size": self.hidden_size,
-            "heads": self.num_heads,
-            "patch_size": square(self.patch_size, "patch_size"),
-            "merge_size": self.spatial_merge_size,
-            "frames_per_patch": self.temporal_patch_size,
-        }
 
     @property
     def video(self) -> VideoConfig | None:
@@ -90,13 +77,13 @@ class DepthTable(Tower):
         return None if video is None else VideoConfig.model_validate(video)
 
     def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:
-        sizes, video = self.sizes, self.video
+        fields, video = self.parts, self.video
         if video is not None and self.reads_video:
             # Pixel limits in the file are per frame (Qwen2-VL) or for all frames.
             changes = read_video_processor(path).changes(per_frame=not video.counts_frames)
             video = VideoConfig.model_validate({**video.model_dump(), **changes})
-        fields = {**self.parts, **_processor_fields(path, sizes), "video": video}
-        return ImagesEncoder(**sizes, **fields)
+        fields |= _processor_fields(path, fields) | {"video": video}
+        return ImagesEncoder(**fields)
 
 
 class VisionTable(DepthTable):
@@ -104,23 +91,10 @@ class VisionTable(DepthTable):
 
     intermediate_size: PositiveInt
 
-    @property
-    def sizes(self) -> dict[str, Any]:
-        return super().sizes | {"ffn_hidden_size": self.intermediate_size}
 
-
-def square(sides: int | list[int], name: str) -> int:
-    """Return the side of a square given by one or both sides. Raise ValueError if they differ."""
-    if isinstance(sides, int):
-        return sides
-    if len(set(sides)) != 1:
-        raise ValueError(f"{name} is {sides}; it must be a square")
-    return sides[0]
-
-
-def _processor_fields(config: Path, sizes: dict[str, Any]) -> dict[str, Any]:
+def _processor_fields(config: Path, tower: dict[str, Any]) -> dict[str, Any]:
     """Return ImagesEncoder fields set by the image processor's file. Raise if unsupported."""
-    processor = read_processor(config, sizes)
+    processor = read_processor(config, tower)
     if not (processor.do_rescale and processor.do_normalize):
         raise ValueError("do_rescale and do_normalize of the image processor must be true")
     if processor.resample not in (None, _PILLOW_BICUBIC):
@@ -144,14 +118,12 @@ def read_vision_language(
     path: Path,
     *,
     kind: type[WholeTable] = WholeTable,
-    checks_rope: bool = False,
 ) -> ModelConfig:
     """Return the model of config.json `given`, read as `kind`, `vision` and `text` tables."""
     whole = as_table(kind, given, str(path))
     tower = as_table(vision, whole.vision_config, f"{path}: vision_config")
     language = as_table(text, whole.text_config, f"{path}: text_config")
-    if checks_rope:
-        language.check_rope()
+    language.check_rope()
     encoder = tower.encoder(whole, path)
     width = tower.output_size(language)
     if width != language.hidden_size:

@@ -17,17 +17,20 @@ from omnibal.base.files import read_json_model
 from omnibal.data.chat import chatml_texts
 from omnibal.data.tokenizer import CONFIG_FILE as TOKENIZER_CONFIG_FILE
 from omnibal.data.tokenizer import FAST_FILE, TEMPLATE_FILE, Tokenizer
+from omnibal.families import qwen
 from omnibal.families.folder import CONFIG_FILE
-from omnibal.families.internvl import NORMS
+from omnibal.families.internvl import NORMS, OriginalVision, TransformersVision
 from omnibal.families.text import (
     LANGUAGES,
     SCALES_LATER,
     SCALES_WAVES,
     LanguageType,
+    TextTable,
     released_coefficient,
 )
+from omnibal.families.vision import DepthTable
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.encoders import ImagesEncoder, TilesEncoder
+from omnibal.model.encoders import ImagesEncoder
 
 GENERATION_FILE = "generation_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -38,18 +41,20 @@ _PROCESSOR: dict[str, Any] = dict.fromkeys(
     ("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True
 )
 _PILLOW_BICUBIC = 3
+_NORM_TYPES = {norm: name for name, norm in NORMS.items()}
 # max_position_embeddings of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a
 # limit. Serving tools use it as context length; unscaled RoPE does not depend on it.
 _DEFAULT_POSITIONS = 32_768
 _STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
-# Class names of model, processor and video processor by family, without common suffixes.
-_QWEN_NAMES = {
-    "qwen2_vl": ("Qwen2VL", "Qwen2VL", "Qwen2VL"),
-    "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2_5_VL", "Qwen2VL"),
-    "qwen3_vl": ("Qwen3VL", "Qwen3VL", "Qwen3VL"),
-    "qwen3_vl_moe": ("Qwen3VLMoe", "Qwen3VL", "Qwen3VL"),
-    "qwen3_5": ("Qwen3_5", "Qwen3VL", "Qwen3VL"),
-    "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3VL", "Qwen3VL"),
+# Class names of model, processor and video processor by family, without common suffixes, and the
+# table of its encoder.
+_QWENS: dict[str, tuple[str, str, str, type[DepthTable]]] = {
+    "qwen2_vl": ("Qwen2VL", "Qwen2VL", "Qwen2VL", qwen.Qwen2VLVision),
+    "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2_5_VL", "Qwen2VL", qwen.Qwen25VLVision),
+    "qwen3_vl": ("Qwen3VL", "Qwen3VL", "Qwen3VL", qwen.Qwen3VLVision),
+    "qwen3_vl_moe": ("Qwen3VLMoe", "Qwen3VL", "Qwen3VL", qwen.Qwen3VLVision),
+    "qwen3_5": ("Qwen3_5", "Qwen3VL", "Qwen3VL", qwen.Qwen35Vision),
+    "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3VL", "Qwen3VL", qwen.Qwen35Vision),
 }
 _INTERNVL_PIECES = {
     "start_image_token": "<img>",
@@ -140,50 +145,35 @@ def kind_of(language: LanguageConfig) -> LanguageType:
 
 def _language_entries(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
     """Return the entries of a language model, except RoPE's."""
-    entries: dict[str, Any] = {
+    linear = next((kind.linear for kind in language.kinds if kind.linear is not None), None)
+    experts = language.kinds[0].experts
+    table: type[TextTable] = LANGUAGES[kind]
+    if linear is not None:
+        table = qwen.HybridText if experts is None else qwen.HybridMoeText
+    entries = table.entries_of(language) | {
         "model_type": kind,
         "hidden_act": "silu",
-        "hidden_size": language.hidden_size,
-        "intermediate_size": language.ffn_hidden_size,
         "max_position_embeddings": language.max_positions or _DEFAULT_POSITIONS,
-        "num_attention_heads": language.heads,
-        "num_hidden_layers": language.layers,
         "num_key_value_heads": language.kv_heads,
-        "rms_norm_eps": language.norm_eps,
         "tie_word_embeddings": language.tied_head,
-        "vocab_size": language.vocab_size,
     }
     if language.head_size is not None or kind in ("qwen3", "qwen3_moe"):
         entries["head_dim"] = language.head_width
-    experts = language.kinds[0].experts
     if experts is not None:
         coefficient = released_coefficient(
             experts.auxiliary_loss, experts.experts_per_token, language.layers
         )
-        entries |= {
+        entries |= table.entries_of(experts, "experts") | {
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-            "moe_intermediate_size": experts.ffn_hidden_size,
-            "norm_topk_prob": experts.normalized,
-            "num_experts": experts.experts,
-            "num_experts_per_tok": experts.experts_per_token,
             "output_router_logits": experts.auxiliary_loss > 0,
             "router_aux_loss_coef": coefficient,
         }
-        if experts.shared_ffn_hidden_size is not None:
-            entries |= {"shared_expert_intermediate_size": experts.shared_ffn_hidden_size}
-    linear = next((kind.linear for kind in language.kinds if kind.linear is not None), None)
     if linear is not None:
         names = ("full_attention", "linear_attention")
-        entries |= {
+        entries |= table.entries_of(linear, "linear") | {
             "attn_output_gate": language.output_gate,
             "layer_types": [names[kind.linear is not None] for kind in language.kinds],
-            "linear_conv_kernel_dim": linear.convolution_width,
-            "linear_key_head_dim": linear.key_head_size,
-            "linear_num_key_heads": linear.key_heads,
-            "linear_num_value_heads": linear.value_heads,
-            "linear_value_head_dim": linear.value_head_size,
-            "mtp_num_hidden_layers": language.prediction_layers,
         }
     return entries
 
@@ -255,16 +245,12 @@ def _make_internvl_config(model: ModelConfig, layout: TensorLayout, dtype: str) 
         "tie_word_embeddings": model.language.tied_head,
         "torch_dtype": dtype,
         "use_thumbnail": tiling.use_thumbnail,
-        "vision_config": {
+        "vision_config": OriginalVision.entries_of(vision)
+        | {
             "architectures": ["InternVisionModel"],
             "model_type": "intern_vit_6b",
-            **_tile_tower(vision),
             "hidden_act": "gelu",
-            "image_size": vision.image_size,
-            "initializer_factor": vision.layer_scale_init,
-            "patch_size": vision.patch_size,
-            "qk_normalization": vision.qk_norm,
-            "qkv_bias": vision.qkv_bias,
+            "norm_type": _NORM_TYPES[vision.normalization],
         },
     }
 
@@ -282,27 +268,13 @@ def _make_transformers_config(
         "image_seq_length": vision.tokens_per_item,
         "text_config": _language_entries(language, kind_of(language)) | _rope_entries(language),
         "tie_word_embeddings": language.tied_head,
-        "vision_config": {
+        "vision_config": TransformersVision.entries_of(vision)
+        | {
             "model_type": "internvl_vision",
-            **_tile_tower(vision),
-            "attention_bias": vision.qkv_bias,
             "image_size": [vision.image_size, vision.image_size],
-            "layer_scale_init_value": vision.layer_scale_init,
+            "norm_type": _NORM_TYPES[vision.normalization],
             "patch_size": [vision.patch_size, vision.patch_size],
-            "use_qk_norm": vision.qk_norm,
         },
-    }
-
-
-def _tile_tower(vision: TilesEncoder) -> dict[str, Any]:
-    """Return the entries of InternViT that both formats have."""
-    return {
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.ffn_hidden_size,
-        "layer_norm_eps": vision.norm_eps,
-        "norm_type": next(name for name, norm in NORMS.items() if norm == vision.normalization),
-        "num_attention_heads": vision.heads,
-        "num_hidden_layers": vision.layers,
     }
 
 
@@ -346,7 +318,7 @@ def qwen_files(
     """Return the contents of a Qwen-VL's config.json and processor files, by file name."""
     kind, language, video = layout.family, model.language, tower.video
     assert layout.language is not None
-    architecture, processor, video_processor = _QWEN_NAMES[kind]
+    architecture, processor, video_processor, _ = _QWENS[kind]
     text = _language_entries(language, layout.language) | {"model_type": f"{kind}_text"}
     files: dict[str, dict[str, Any]] = {
         CONFIG_FILE: {
@@ -377,40 +349,16 @@ def qwen_files(
 
 def _qwen_tower(tower: ImagesEncoder, kind: str, width: int) -> dict[str, Any]:
     """Return the entries of a family's image encoder with features of size `width`."""
-    entries: dict[str, Any] = {
-        "model_type": kind,
-        "depth": tower.layers,
-        "in_channels": 3,
-        "num_heads": tower.heads,
-        "patch_size": tower.patch_size,
-        "spatial_merge_size": tower.merge_size,
-        "temporal_patch_size": tower.frames_per_patch,
-    }
-    if kind == "qwen2_vl":
-        return entries | {
-            "embed_dim": tower.hidden_size,
-            "hidden_act": "quick_gelu",
-            "hidden_size": width,
-            "mlp_ratio": _as_integer(tower.ffn_hidden_size / tower.hidden_size),
-        }
-    entries |= {
-        "hidden_size": tower.hidden_size,
-        "intermediate_size": tower.ffn_hidden_size,
-        "out_hidden_size": width,
-    }
-    if kind != "qwen2_5_vl":
-        return entries | {
-            "deepstack_visual_indexes": list(tower.deepstack_layers),
-            "hidden_act": "gelu_pytorch_tanh",
-            "num_position_embeddings": tower.learned_positions,
-        }
+    table = _QWENS[kind][3]
+    assert table.output_key is not None
+    constants = {key: values[0] for key, values in table.section().must.items()}
+    entries = table.entries_of(tower) | constants | {"model_type": kind, table.output_key: width}
     rate = None if tower.video is None else tower.video.positions_per_second
-    return entries | {
-        **({} if rate is None else {"tokens_per_second": _as_integer(rate)}),
-        "fullatt_block_indexes": list(tower.full_layers),
-        "hidden_act": "silu",
-        "window_size": tower.window_pixels,
-    }
+    if table is qwen.Qwen2VLVision:
+        entries["mlp_ratio"] = _as_integer(tower.ffn_hidden_size / tower.hidden_size)
+    elif rate is not None:
+        entries["tokens_per_second"] = _as_integer(rate)
+    return entries
 
 
 def _qwen_processor(tower: ImagesEncoder, min_pixels: int, max_pixels: int) -> dict[str, Any]:
