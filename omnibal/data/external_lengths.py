@@ -15,10 +15,10 @@ import pyarrow as pa
 
 from omnibal.base.errors import UserError
 from omnibal.base.remote_path import RemotePath
-from omnibal.data.image_headers import BadImage, image_size
+from omnibal.data.image_headers import image_size
 from omnibal.data.lengths import Lengths, check_positions, image_rule
-from omnibal.data.native_resolution import OddImage, Segments, image_segments, sizes_of
-from omnibal.data.stored_files import ImageFile
+from omnibal.data.native_resolution import Segments, image_segments, sizes_of
+from omnibal.data.stored_files import BadFile, ImageFile
 from omnibal.data.tiling import tile_count
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import SQUARED_FEATURES, squares_of
@@ -92,20 +92,18 @@ def _count_items(
     rule = image_rule(model)
     if not model.takes_images and rule is None:
         raise UserError(f"{where} has {len(images)} image(s), {model.name} none; give its --model")
-    try:
-        sizes = list(map(image_size, images))
-    except (BadImage, IsADirectoryError) as error:
-        raise UserError(f"{where}: {error}") from error
-    if rule is None:
-        vision, segments = model.vision, list[Segments]()
-        items = sum(tile_count(*size, vision.tiling, vision.image_size) for size in sizes)
-        needed = items * vision.tokens_per_item
-    else:
+    segments, items = list[Segments](), 0
+    for image in images:
         try:
-            segments = [image_segments(*size, rule) for size in sizes]
-        except OddImage as error:
-            raise UserError(f"{where}: one of its images {error}; remove the sample") from error
-        items = needed = sum(run.all_tokens for run in segments)
+            size = image_size(image)
+            if rule is None:
+                items += tile_count(*size, model.vision.tiling, model.vision.image_size)
+            else:
+                segments.append(image_segments(*size, rule))
+        except BadFile as error:
+            raise UserError(f"{where}: image {image} {error}") from error
+    items += sum(run.all_tokens for run in segments)
+    needed = items * (model.vision.tokens_per_item if rule is None else 1)
     if needed > tokens:
         raise UserError(
             f"{where} has {tokens:,} tokens, and its {len(images)} image(s) {needed:,} in "

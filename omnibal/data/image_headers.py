@@ -7,7 +7,13 @@ from typing import BinaryIO
 from PIL import ExifTags, Image
 
 from omnibal.base.errors import StorageError
-from omnibal.data.stored_files import ImageFile, why_unreadable
+from omnibal.data.stored_files import (
+    REPLACE_REMEDY,
+    BadFile,
+    ImageFile,
+    bad_file_errors,
+    why_unreadable,
+)
 
 # Pillow warns about files that are read nevertheless, or refused with an error.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -47,10 +53,6 @@ def webp_size(file: BinaryIO) -> tuple[int, int] | None:
     return None if width * height > (Image.MAX_IMAGE_PIXELS or math.inf) else (width, height)
 
 
-class BadImage(ValueError):
-    """Unusable image, with a remedy. The caller adds the sample."""
-
-
 def upright_size(file: BinaryIO) -> tuple[int, int]:
     """Return width and height in pixels after EXIF rotation; raises Pillow's errors."""
     head = file.read(_WEBP_HEADER_BYTES)
@@ -78,9 +80,9 @@ def upright_size(file: BinaryIO) -> tuple[int, int]:
 
 
 def image_size(image: ImageFile) -> tuple[int, int]:
-    """Return stored width and height; raises BadImage, IsADirectoryError or StorageError."""
+    """Return stored width and height; raises BadFile or StorageError."""
     try:
-        with image.open() as file:
+        with bad_file_errors(), image.open() as file:
             webp = webp_size(file)
             if webp is not None:
                 return webp
@@ -90,14 +92,10 @@ def image_size(image: ImageFile) -> tuple[int, int]:
                 if not ends_as_whole(header, file):
                     as_rgb(header)
                 return size
-    except FileNotFoundError as error:
-        raise BadImage(f"image {image} does not exist; correct path or root in the meta") from error
-    except (IsADirectoryError, StorageError):
+    except (BadFile, StorageError):
         raise
     except Exception as error:  # Pillow's errors have no common type
-        raise BadImage(
-            f"image {image} cannot be read ({why_unreadable(error)}); replace or remove it"
-        ) from error
+        raise BadFile(f"cannot be read ({why_unreadable(error)}); {REPLACE_REMEDY}") from error
 
 
 def as_rgb(image: Image.Image) -> Image.Image:

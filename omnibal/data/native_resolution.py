@@ -15,15 +15,11 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.image_sizes import IMAGE, ImageSizes
 from omnibal.data.sample import Sample, Video
-from omnibal.data.stored_files import ImageFile
-from omnibal.data.video_files import BadVideo, read_video_header
+from omnibal.data.stored_files import BadFile, ImageFile
+from omnibal.data.video_files import read_video_header
 from omnibal.model.encoders import ImageRule, VideoConfig
 
 MAX_ASPECT_RATIO = 200  # max ratio of longest to shortest side of Qwen's and GLM's processors
-
-
-class OddImage(ValueError):
-    """Image or video that the model's processor cannot take. The caller adds its name."""
 
 
 class Grid(NamedTuple):
@@ -45,8 +41,7 @@ class Shown(NamedTuple):
     seconds: float | None = None  # seconds between frame groups of a video, None for an image
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(NamedTuple):
     """Image or video as runs of tokens; attention is within a run (image or frame group)."""
 
     number: int
@@ -56,14 +51,9 @@ class Segments:
     def all_tokens(self) -> int:
         return self.number * self.tokens
 
-    @property
-    def squares(self) -> int:
-        """Sum of squared run lengths."""
-        return self.number * self.tokens**2
-
 
 def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
-    """Return the run of an image of `width` x `height` pixels; raises OddImage if too narrow.
+    """Return the run of an image of `width` x `height` pixels; raises BadFile if too narrow.
 
     Example:
         >>> image_segments(640, 480, ImageRule(patch_size=14))
@@ -78,14 +68,14 @@ def segments_of(grid: Grid, rule: ImageRule) -> Segments:
 
 
 def sizes_of(shown: Sequence[Sequence[Segments]]) -> ImageSizes:
-    images = [(run.number, run.tokens) for segments in shown for run in segments]
+    images = [run for segments in shown for run in segments]
     counts = [len(segments) for segments in shown]
     return ImageSizes(images=np.array(images, IMAGE), counts=np.array(counts, np.int64))
 
 
 @lru_cache(maxsize=65_536)
 def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
-    """Return the patches of a `width` x `height` pixel image; raises OddImage if too narrow."""
+    """Return the patches of a `width` x `height` pixel image; raises BadFile if too narrow."""
     cell = rule.cell_pixels
     match rule.resize:
         case "fixed":
@@ -102,7 +92,7 @@ def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
 
 @lru_cache(maxsize=65_536)
 def video_grid(frames: int, width: int, height: int, rule: ImageRule) -> Grid:
-    """Return a video's patches, its last group filled up; raises OddImage if too narrow."""
+    """Return a video's patches, its last group filled up; raises BadFile if too narrow."""
     if rule.video is None:
         return image_grid(width, height, rule)._replace(times=frames)
     cell, together = rule.cell_pixels, rule.frames_per_patch
@@ -135,7 +125,7 @@ def _fit_pixels(
     """
     ratio = max(width, height) / min(width, height)
     if ratio > MAX_ASPECT_RATIO:
-        raise OddImage(f"is {ratio:.0f} times as long as it is wide, and may be {MAX_ASPECT_RATIO}")
+        raise BadFile(f"is {ratio:.0f} times as long as it is wide, and may be {MAX_ASPECT_RATIO}")
     sides = tuple(round(side / cell) * cell for side in (width, height))
     pixels, (min_pixels, max_pixels) = rounded_frames * sides[0] * sides[1], limits
     if pixels > max_pixels:
@@ -187,10 +177,10 @@ def seen_frames(frames: int, video: VideoConfig) -> list[int]:
 
 
 def check_frames_of_patch(frames: int, rule: ImageRule) -> None:
-    """Raise OddImage if a video has fewer frames than share a patch, as Qwen3-VL's processor."""
+    """Raise BadFile if a video has fewer frames than share a patch, as Qwen3-VL's processor."""
     together = rule.frames_per_patch
     if frames < together:
-        raise OddImage(f"has {frames} frame(s), and {together} share a patch; name it as an image")
+        raise BadFile(f"has {frames} frame(s), and {together} share a patch; name it as an image")
 
 
 def sampled_frames(
@@ -199,7 +189,7 @@ def sampled_frames(
     """Return indices of `video.frames_per_second` frames per second, as Qwen's processors sample.
 
     Equal steps from the first frame (Qwen2-VL), or even from first to last (Qwen3-VL). Raises
-    OddImage if the video has fewer frames than share a patch.
+    BadFile if the video has fewer frames than share a patch.
     """
     check_frames_of_patch(frames, rule)
     together = rule.frames_per_patch
@@ -270,13 +260,13 @@ def _choose_frames(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
             total, path = len(video.frames), video.frames[0].path
             if total == 1 and not path.is_file():
                 why = "holds no frames; fill it" if path.is_dir() else "does not exist; correct it"
-                raise BadVideo(f"{why} or remove the sample")
+                raise BadFile(f"{why} or remove the sample")
             check_frames_of_patch(total, rule)
             shown = tuple(seen_frames(total, rule.video))
             return SeenVideo(shown, total, rule.video.frames_per_second)
         header = read_video_header(video.file)
         frames = sampled_frames(header.frames, header.frames_per_second, rule.video, rule)
-    except (BadVideo, OddImage) as error:
+    except BadFile as error:
         raise UserError(f"{sample.where}: video {video} {error}") from error
     return SeenVideo(tuple(frames), header.frames, header.frames_per_second)
 
@@ -291,7 +281,7 @@ def shown_of(sample: Sample, rule: ImageRule, image_size: ImageSize) -> list[Sho
                 shown += _list_video_patches(item, next(seen), sample, rule, image_size)
             else:
                 shown.append(Shown(image_grid(*image_size(item), rule)))
-        except OddImage as error:
+        except BadFile as error:
             raise UserError(f"{sample.where}: {item} {error}; crop or remove it") from error
     return shown
 

@@ -18,8 +18,10 @@ from typing import BinaryIO
 import numpy as np
 import soundfile
 
-from omnibal.data.stored_files import AudioFile
+from omnibal.data.stored_files import REPLACE_REMEDY, AudioFile, BadFile, bad_file_errors
 
+_TRUNCATED = "is truncated; fetch the file again or remove the sample"
+_ENCODE_REMEDY = "encode it again, as with `ffmpeg -i IN a.flac`"
 RATE_HZ = 16_000  # Whisper's sample rate
 SAMPLES_PER_FRAME = 160  # samples between log-mel frames: 10 ms
 
@@ -34,15 +36,6 @@ _MIN_POWER = 1e-10  # Whisper's floor
 _DECADES = 8.0  # Whisper's dynamic range
 # Slaney's scale: linear up to 1 kHz, then 27 steps per factor of 6.4.
 _HZ_PER_MEL, _LINEAR_HZ, _MELS_PER_NATURAL = 200 / 3, 1_000.0, 27 / np.log(6.4)
-
-
-class BadRecording(ValueError):
-    """Unusable recording, with a remedy."""
-
-    def __init__(self, wrong: str, remedy: str = "replace the file or remove the sample") -> None:
-        super().__init__(wrong, remedy)
-        self.wrong = wrong
-        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,7 @@ class Duration:
 
 
 def read_duration(recording: AudioFile) -> Duration:
-    """Return the header's duration. BadRecording if truncated: the last sample is decoded too."""
+    """Return the header's duration. BadFile if truncated: the last sample is decoded too."""
     with _open_sound(recording) as sound:
         _check_sound(sound)
         duration = Duration(sound.frames, sound.samplerate)
@@ -70,11 +63,11 @@ def read_duration(recording: AudioFile) -> Duration:
             sound.seek(sound.frames - 1)
             has_end = len(sound.read(1)) > 0
         except soundfile.LibsndfileError as error:
-            raise _truncated_error() from error
+            raise BadFile(_TRUNCATED) from error
     with recording.open() as file:
         data = _find_wav_data(file)
     if not has_end or (data is not None and data.is_cut):
-        raise _truncated_error()
+        raise BadFile(_TRUNCATED)
     return duration
 
 
@@ -97,9 +90,9 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
             sound.seek(first)
             decoded = sound.read(stop - first, dtype="float32", always_2d=True)
             if len(decoded) < stop - first:
-                raise _truncated_error()
+                raise BadFile(_TRUNCATED)
             if not np.isfinite(decoded).all():
-                raise BadRecording("has samples that are not finite")
+                raise BadFile(f"has samples that are not finite; {REPLACE_REMEDY}")
             offset = start - first // down * up
             part = resample_poly(decoded.mean(axis=1), up, down)[offset : offset + samples]
             wave_S[: len(part)] = part
@@ -109,40 +102,28 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
 @contextmanager
 def _open_sound(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
     try:
-        with recording.open() as file:
+        with bad_file_errors(), recording.open() as file:
             data = _find_wav_data(file)
             file.seek(0)
-            never_stated = data is not None and data.was_never_stated
-            given = _SizeUnknown(file, data.start - 4) if data and never_stated else file
+            given = _SizeUnknown(file, data.start - 4) if data and data.was_never_stated else file
             with soundfile.SoundFile(given) as sound:
                 yield sound
-    except FileNotFoundError as error:
-        raise BadRecording("does not exist", "correct the path, or root in the meta") from error
-    except IsADirectoryError as error:
-        raise BadRecording("is a folder", "name a recording in it") from error
     except soundfile.LibsndfileError as error:
         # `str(error)` would begin with the address of the file object.
-        raise BadRecording(f"cannot be read ({error.error_string})") from error
-    except OSError as error:
-        raise BadRecording(f"cannot be read ({error.strerror})") from error
+        raise BadFile(f"cannot be read ({error.error_string}); {REPLACE_REMEDY}") from error
 
 
 def _check_sound(sound: soundfile.SoundFile) -> None:
     if sound.format not in _SOUND_FORMATS:
-        raise BadRecording(
-            f"is {sound.format}, and must be WAV or FLAC",
-            "convert it, as with `ffmpeg -i IN a.flac`",
-        )
+        raise BadFile(f"is {sound.format}, and must be WAV or FLAC; {_ENCODE_REMEDY}")
     if sound.frames == _UNKNOWN_SAMPLES:
-        raise BadRecording(
-            "does not state its length", "encode it again, as with `ffmpeg -i IN a.flac`"
-        )
+        raise BadFile(f"does not state its length; {_ENCODE_REMEDY}")
     if sound.frames < 1:
-        raise BadRecording("has no samples")
+        raise BadFile(f"has no samples; {REPLACE_REMEDY}")
     if not _MIN_HZ <= sound.samplerate <= _MAX_HZ or sound.channels > _MAX_CHANNELS:
-        raise BadRecording(
+        raise BadFile(
             f"has {sound.samplerate} samples per second in {sound.channels} channel(s), and must "
-            f"have {_MIN_HZ} to {_MAX_HZ} in at most {_MAX_CHANNELS}"
+            f"have {_MIN_HZ} to {_MAX_HZ} in at most {_MAX_CHANNELS}; {REPLACE_REMEDY}"
         )
 
 
@@ -199,10 +180,6 @@ class _SizeUnknown:
         for place in range(max(self._place - start, 0), min(self._place + 4 - start, len(content))):
             content[place] = 0xFF
         return bytes(content)
-
-
-def _truncated_error() -> BadRecording:
-    return BadRecording("is truncated", "fetch the file again or remove the sample")
 
 
 def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from omnibal.base.version import VERSION
 from omnibal.base.worker_pool import LocalPool, Pool
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_sample, image_places, text_sha256
-from omnibal.data.image_headers import BadImage, image_size
+from omnibal.data.image_headers import image_size
 from omnibal.data.lengths import (
     Lengths,
     LengthsOrigin,
@@ -31,15 +31,14 @@ from omnibal.data.lengths import (
     tile_sizes,
 )
 from omnibal.data.native_resolution import Segments, segments_of, shown_of, sizes_of
-from omnibal.data.recordings import BadRecording, read_duration
+from omnibal.data.recordings import read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, Counted, ScanJournal
-from omnibal.data.stored_files import ImageFile, StoredFile
+from omnibal.data.stored_files import AudioFile, BadFile, ImageFile, StoredFile
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import SQUARED_FEATURES, ImageRule, squares_of
-from omnibal.model.limits import words
+from omnibal.model.encoders import ImageRule, squares_of
 
 Before = TypeVar("Before")
 After = TypeVar("After")
@@ -87,7 +86,6 @@ def scan_lengths(
         on_progress: called with the journal's number of samples, then with every task's.
         journal: opened with `scan_key`. Its samples are not scanned, and new samples are added.
     """
-    _check_item_kinds(model)
     check_tokenizer(model, tokenizer)
     parts = [journal.finished if journal is not None else Counted.join([])]
     bad: list[BadSample] = []
@@ -117,21 +115,22 @@ def scan_lengths(
     good = Counted.join(parts)
     if not len(good):
         raise UserError(f"every sample is bad; one at least must be good: {bad[0].message}")
-    columns = {str(name): np.ascontiguousarray(good.rows[name]) for name in COUNTED.names or ()}
-    if not columns["loss_tokens"].any():
+    counts = {name: np.ascontiguousarray(good.rows[name]) for name in COUNTED.names or ()}
+    if not counts["loss_tokens"].any():
         raise UserError(f'no token of {len(good):,} samples is learned; see "loss" of the messages')
-    indices, names = columns["index"], model.item_features
-    squares = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
+    indices, sizes = counts["index"], good.image_sizes
+    counts["image_tokens"] = sizes.tokens.astype(np.int32)
+    is_native = model.images is not None
     lengths = Lengths(
-        items={name: columns[name] for name in sorted(names)},
-        squares={name: columns[name] for name in squares},
-        tokens=columns["tokens"],
-        loss_tokens=columns["loss_tokens"],
+        items={name: counts[name] for name in sorted(model.item_features)},
+        squares={squares_of("image_tokens"): sizes.squares} if is_native else {},
+        tokens=counts["tokens"],
+        loss_tokens=counts["loss_tokens"],
         source=annotations.source[indices],
         source_names=annotations.sources,
         origin=_make_origin(annotations.sha256, model, tokenizer),
         sample=indices if len(indices) < len(annotations) else None,
-        image_sizes=None if model.images is None else good.image_sizes,
+        image_sizes=sizes if is_native else None,
     )
     return Scan(lengths=lengths, skipped=tuple(bad))
 
@@ -205,48 +204,37 @@ class _Scanner:
         self, sample: Sample, tokens: int, loss_tokens: int
     ) -> tuple[tuple[int, ...], list[Segments]]:
         """Return COUNTED's fields but the index, and segments of native-resolution images."""
-        tiles, segments = 0, list[Segments]()
+        tiles, clips, segments = 0, 0, list[Segments]()
         if self.rule is not None:
             shown = shown_of(sample, self.rule, lambda image: self._image_size(image, sample))
             segments = [segments_of(item.grid, self.rule) for item in shown]
+            tokens += sum(segment.all_tokens for segment in segments)
         elif sample.images:
             vision = self.model.vision
             tiling = sample.tiling(vision.tiling)
             sizes = [self._image_size(image, sample) for image in sample.images]
             tiles = sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
             tokens += tiles * vision.tokens_per_item
-        image_tokens = sum(segment.all_tokens for segment in segments)
-        squares = sum(segment.squares for segment in segments)
-        clips = 0
-        if sample.recordings:
-            audio = self.model.audio
-            for recording in sample.recordings:
-                clips += self._read_header_once(recording, sample, read_duration).clips(
-                    audio.frames
-                )
-            tokens += clips * audio.tokens_per_item
-        tokens += image_tokens
+        for recording in sample.recordings:
+            duration = self._read_header_once(recording, sample, read_duration)
+            clips += duration.clips(self.model.audio.frames)
+        if clips:
+            tokens += clips * self.model.audio.tokens_per_item
         check_positions(tokens, self.model, f"{sample.where}: the sample")
-        return (squares, tiles, clips, image_tokens, tokens, loss_tokens), segments
+        return (tiles, clips, tokens, loss_tokens), segments
 
     def _image_size(self, image: ImageFile, sample: Sample) -> tuple[int, int]:
-        try:
-            # As stored: EXIF rotation does not change the token count.
-            return self._read_header_once(image, sample, image_size)
-        except IsADirectoryError as error:
-            of_video = sample.of_frames or any(image in v.frames for v in sample.videos)
-            problem = "holds no frames; fill it" if of_video else "is no image; name one"
-            raise UserError(f"{sample.where}: folder {image} {problem} or remove it") from error
+        # As stored: EXIF rotation does not change the token count.
+        return self._read_header_once(image, sample, image_size)
 
     def _read_header_once(self, file: File, sample: Sample, read: Callable[[File], After]) -> After:
         header = self.headers.get(file)
         if header is None:
             try:
                 header = read(file)
-            except BadImage as error:
-                header = str(error)
-            except BadRecording as error:
-                header = f"recording {file} {error.wrong}; {error.remedy}"
+            except BadFile as error:
+                noun = "recording" if isinstance(file, AudioFile) else "image"
+                header = f"{noun} {file} {error}"
             self.headers[file] = header
         if isinstance(header, str):
             raise UserError(f"{sample.where}: {header}")
@@ -267,14 +255,6 @@ def _apply_step(
         except UserError as error:
             mistakes[place] = str(error)
     return results
-
-
-def _check_item_kinds(model: ModelConfig) -> None:
-    """Raise unless a scan counts all of the model's items."""
-    assert COUNTED.names is not None
-    others = [name for name in model.item_features if name not in COUNTED.names]
-    if others:
-        raise UserError(f"{model.name} takes {words(others)}, which no scan counts: give lengths")
 
 
 def _make_origin(data_sha256: str, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:

@@ -15,12 +15,9 @@ from omnibal.base.record_log import RecordLog
 from omnibal.data.annotations import Annotations
 from omnibal.data.image_sizes import IMAGE, ImageSizes, numbers_of_runs
 
-_COUNTS = ("tiles", "clips", "image_tokens", "tokens", "loss_tokens")
-_SQUARES = ("squared_image_tokens",)
+_COUNTS = ["tiles", "clips", "tokens", "loss_tokens"]
 # Scanned sample: annotation index and counts.
-COUNTED = np.dtype(
-    [("index", "<i8"), *((name, "<i8") for name in _SQUARES), *((name, "<i4") for name in _COUNTS)]
-)
+COUNTED = np.dtype([("index", "<i8"), *((name, "<i4") for name in _COUNTS)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,9 +39,8 @@ class Counted:
 
 
 _TITLE = b"omnibal scan journal "
-_FORM = b"6 "  # record format version; other formats are discarded
+_FORM = b"7 "  # record format version; other formats are discarded
 _JOURNAL_NOUN = "a journal of `omnibal lengths`, which keeps there what it has finished"
-_COUNT_FIELDS = [*_SQUARES, *_COUNTS]
 # Stored sample: file index in the record, number in the file, counts.
 _STORED_SAMPLE = np.dtype([("file", "<i4"), ("number", "<i8"), *COUNTED.descr[1:]])
 _SAMPLES_HEAD = struct.Struct("<III")
@@ -131,7 +127,7 @@ def _decode_samples(record: memoryview, numbers: dict[bytes, int], data: Annotat
     kept = np.flatnonzero(file >= 0)
     read = np.empty(len(kept), COUNTED)
     read["index"] = _number_records(data, file[kept], rows["number"][kept])
-    read[_COUNT_FIELDS] = rows[_COUNT_FIELDS][kept]
+    read[_COUNTS] = rows[_COUNTS][kept]
     return Counted(rows=read, image_sizes=sizes.take(kept))
 
 
@@ -145,7 +141,7 @@ def _encode_samples(samples: Counted, data: Annotations) -> bytes:
     files, file = np.unique(data.file[rows["index"]], return_inverse=True)
     stored = np.empty(len(rows), _STORED_SAMPLE)
     stored["file"], stored["number"] = file, data.number[rows["index"]]
-    stored[_COUNT_FIELDS] = rows[_COUNT_FIELDS]
+    stored[_COUNTS] = rows[_COUNTS]
     return b"".join(
         (
             _SAMPLES_HEAD.pack(len(files), len(rows), len(sizes.images)),

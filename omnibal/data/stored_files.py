@@ -3,7 +3,8 @@
 import errno
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO
@@ -16,6 +17,7 @@ from omnibal.base.remote_path import RemotePath, SeekableBytes
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+REPLACE_REMEDY = "replace the file or remove the sample"
 _DIGIT_RUNS = re.compile(r"(\d+)")
 
 # Suffixes of images not named in a record.
@@ -24,6 +26,23 @@ IMAGE_SUFFIXES = frozenset(
 )
 AUDIO_SUFFIXES = frozenset((".flac", ".wav"))  # suffixes of recordings not named in a record
 VIDEO_SUFFIXES = frozenset(".avi .flv .m4v .mkv .mov .mp4 .mpeg .mpg .webm .wmv".split())
+
+
+class BadFile(ValueError):
+    """Unusable image, video or recording, with a remedy. The caller adds its name."""
+
+
+@contextmanager
+def bad_file_errors() -> Iterator[None]:
+    """Raise errors of a missing or unreadable file, and of a folder, as BadFile."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise BadFile("does not exist; correct the path, or root in the meta") from error
+    except IsADirectoryError as error:
+        raise BadFile("is a folder; name a file in it, or fill it with frames") from error
+    except OSError as error:
+        raise BadFile(f"cannot be read ({why_unreadable(error)}); {REPLACE_REMEDY}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,5 +129,7 @@ class VideoFile(StoredFile):
 
 
 def why_unreadable(error: Exception) -> str:
-    """Return an image error's message; Pillow's own may hold an object's address."""
-    return "no known image format" if isinstance(error, UnidentifiedImageError) else str(error)
+    """Return an error's message without path and number; Pillow's may hold an object's address."""
+    if isinstance(error, UnidentifiedImageError):
+        return "no known image format"
+    return (isinstance(error, OSError) and error.strerror) or str(error)

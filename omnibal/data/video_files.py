@@ -13,9 +13,8 @@ from typing import IO, Any
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.data.stored_files import VideoFile
+from omnibal.data.stored_files import REPLACE_REMEDY, BadFile, VideoFile, bad_file_errors
 
-_VIDEO_REMEDY = "replace the file or remove the sample"
 _HEAD_BYTES = 128  # enough for the size fields of all formats
 _UNKNOWN_SIZE = 0xFFFFFFFF  # size of an AVI in a non-seekable output
 _EBML = b"\x1a\x45\xdf\xa3"  # first id of Matroska; the next element's has 4 bytes too
@@ -25,10 +24,6 @@ _BOX_NAMES = frozenset(
 )
 _MAX_BOXES = 100_000
 _CACHED_HEADERS = 4_096  # enough for a pack's samples, which are read twice
-
-
-class BadVideo(ValueError):
-    """Unusable video, with a remedy. The caller adds its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +38,19 @@ class VideoHeader:
 
 @lru_cache(maxsize=_CACHED_HEADERS)
 def read_video_header(video: VideoFile) -> VideoHeader:
-    """Return frame (or packet) count, rate and size without decoding; raises BadVideo."""
+    """Return frame (or packet) count, rate and size without decoding; raises BadFile."""
     with _open_video(video) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate or stream.guessed_rate
         fields = {"frames": frames, "rate": rate, "size": stream.width * stream.height}
         missing = [name for name, value in fields.items() if not value]
         if missing:
-            raise BadVideo(f"has no {' and no '.join(missing)}; {_VIDEO_REMEDY}")
+            raise BadFile(f"has no {' and no '.join(missing)}; {REPLACE_REMEDY}")
         return VideoHeader(frames, float(rate), stream.width, stream.height)
 
 
 def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
-    """Return frames at ascending indices `wanted`, RGB, uint8 [F, H, W, C]; raises BadVideo."""
+    """Return frames at ascending indices `wanted`, RGB, uint8 [F, H, W, C]; raises BadFile."""
     frames: list[np.ndarray] = []
     left = list(wanted)
     with _open_video(video) as (container, stream):
@@ -66,9 +61,9 @@ def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
             if not left:
                 break
     if left:
-        raise BadVideo(f"ends before frame {left[0]}, which its header counts; {_VIDEO_REMEDY}")
+        raise BadFile(f"ends before frame {left[0]}, which its header counts; {REPLACE_REMEDY}")
     if len({frame.shape for frame in frames}) > 1:
-        raise BadVideo(f"has frames of different sizes; {_VIDEO_REMEDY}")
+        raise BadFile(f"has frames of different sizes; {REPLACE_REMEDY}")
     return np.stack(frames)
 
 
@@ -106,7 +101,7 @@ def _read_matroska_size(head: bytes, place: int) -> tuple[int, int]:
 
 @contextmanager
 def _open_video(video: VideoFile) -> Iterator[tuple[Any, Any]]:
-    """Yield a complete video's PyAV container and first stream; raises BadVideo."""
+    """Yield a complete video's PyAV container and first stream; raises BadFile."""
     try:
         import av
     except ImportError as error:
@@ -114,19 +109,15 @@ def _open_video(video: VideoFile) -> Iterator[tuple[Any, Any]]:
             f'{video}: is read with PyAV: pip install "omnibal[video]", or name a folder of frames'
         ) from error
     try:
-        with video.open() as file:
+        with bad_file_errors(), video.open() as file:
             stated = _read_stated_end(file)
             if file.seek(0, os.SEEK_END) < stated:
-                raise BadVideo(f"is cut off; {_VIDEO_REMEDY}")
+                raise BadFile(f"is cut off; {REPLACE_REMEDY}")
             file.seek(0)
             with av.open(file) as container:
                 streams = container.streams.video
                 if not streams:
-                    raise BadVideo(f"has no video stream; {_VIDEO_REMEDY}")
+                    raise BadFile(f"has no video stream; {REPLACE_REMEDY}")
                 yield container, streams[0]
-    except FileNotFoundError as error:
-        raise BadVideo("does not exist; correct the path, or root in the meta") from error
-    except IsADirectoryError as error:
-        raise BadVideo("is a folder; name a file in it") from error
-    except (av.FFmpegError, OSError) as error:
-        raise BadVideo(f"cannot be read ({error.strerror}); {_VIDEO_REMEDY}") from error
+    except av.FFmpegError as error:
+        raise BadFile(f"cannot be read ({error.strerror}); {REPLACE_REMEDY}") from error

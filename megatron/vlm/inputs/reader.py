@@ -30,13 +30,13 @@ from omnibal.data.native_resolution import (
     shown_of,
     tokens_of_places,
 )
-from omnibal.data.recordings import BadRecording, log_mel, read_clips, read_duration
+from omnibal.data.recordings import log_mel, read_clips, read_duration
 from omnibal.data.rope_positions import rope_positions
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Video
-from omnibal.data.stored_files import AudioFile, ImageFile, why_unreadable
+from omnibal.data.stored_files import AudioFile, BadFile, ImageFile, StoredFile, why_unreadable
 from omnibal.data.tiling import tile_count, tile_grid
 from omnibal.data.tokenizer import Tokenizer
-from omnibal.data.video_files import BadVideo, read_video_frames
+from omnibal.data.video_files import read_video_frames
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImageRule, ImagesEncoder
 
@@ -94,7 +94,7 @@ class SampleReader:
             return [0] * len(sample.recordings)
         counts = []
         for recording in sample.recordings:
-            with _recording_errors(recording, sample):
+            with _name_bad_file(recording, sample):
                 counts.append(read_duration(recording).clips(self.model.audio.frames))
         return counts
 
@@ -375,12 +375,9 @@ def shown_frames(sample: Sample, rule: ImageRule, times: Sequence[range]) -> Ite
         elif item.file is None:
             yield np.stack([read(item.frames[number]) for number in wanted])
         else:
-            try:
-                yield read_video_frames(item.file, wanted)
-            except BadVideo as error:
-                raise UnreadableFile(
-                    f"{sample.where}: video {item.file} {error}, and plan again"
-                ) from error
+            with _name_bad_file(item.file, sample):
+                decoded = read_video_frames(item.file, wanted)
+            yield decoded
 
 
 def _shown_items(
@@ -400,19 +397,17 @@ def _shown_items(
 
 
 @contextmanager
-def _recording_errors(recording: AudioFile, sample: Sample) -> Iterator[None]:
-    """Turn errors of a recording into UnreadableFile."""
+def _name_bad_file(file: StoredFile, sample: Sample) -> Iterator[None]:
+    """Turn the errors of a recording or video into UnreadableFile."""
     try:
         yield
-    except BadRecording as error:
-        raise UnreadableFile(
-            f"{recording}: this recording {error.wrong}; it is of {sample.where}; restore the "
-            "file, or take the sample out and plan again"
-        ) from error
+    except BadFile as error:
+        noun = "recording" if isinstance(file, AudioFile) else "video"
+        raise UnreadableFile(f"{sample.where}: {noun} {file} {error}, and plan again") from error
 
 
 def _read_clip(recording: AudioFile, sample: Sample, clip: int, frames: int) -> np.ndarray:
-    with _recording_errors(recording, sample):
+    with _name_bad_file(recording, sample):
         [wave_S] = read_clips(recording, range(clip, clip + 1), frames)
         return wave_S
 
