@@ -52,7 +52,7 @@ from megatron.vlm.measure.stage_replay import MicroBatchTimes
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Frozen
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile, read_profile
 from omnibal.cost.source import CostSource
 from omnibal.data.annotations import Annotations
@@ -70,6 +70,7 @@ from omnibal.job.replay import (
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.features import pack_features
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import SimulatedRows
 from omnibal.pipeline.stage_cost import stage_times

@@ -40,7 +40,7 @@ from megatron.vlm.run.launch import RankLaunch, initialize_distributed, open_sto
 from megatron.vlm.step.clock import Phase, phase_times_ms
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
@@ -49,6 +49,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.runlog import StageRecord
 from omnibal.model.parallel import Parallel
+from omnibal.packing.features import pack_features
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.packing.shares import shares_of
 from omnibal.pipeline.workload import Workload

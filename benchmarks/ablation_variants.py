@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.cost.model import CostModel, UnitCost, pack_features
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.job.job import JobSpec
@@ -24,6 +24,7 @@ from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
+from omnibal.packing.features import pack_features
 from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packs import Packs, ScheduledPacks

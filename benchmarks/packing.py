@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import pack_features
 from omnibal.cost.setting import CostSetting
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.job.job import JobSpec
@@ -36,6 +35,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.balance_metrics import PackMetrics, measure_packs
+from omnibal.packing.features import pack_features
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.pack_bound import packs_lower_bound
 from omnibal.packing.pack_settings import PackSettings

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel
 from omnibal.cost.setting import CostSetting
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -39,6 +39,7 @@ from omnibal.model.levels import CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
+from omnibal.packing.features import pack_features
 from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs

@@ -8,14 +8,12 @@ from typing import get_args
 from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_files
-from omnibal.cost.profile import read_profile
-from omnibal.cost.source import CostSource
 from omnibal.data import lengths as lengths_module
 from omnibal.data.lengths import Lengths
 from omnibal.families.named import named_model
 from omnibal.job import check as check_module
 from omnibal.job import plan_files as files_module
-from omnibal.job.job import JobSpec
+from omnibal.job.job import JobSpec, costs_and_sizes
 from omnibal.job.plan import plan_files
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.planner import PlanResult
@@ -82,13 +80,13 @@ def training_job(
     if trainer is not None:
         _check_choice("trainer", trainer, list(TargetName))
     _check_choice("precision", precision, get_args(Precision))
-    costs = CostSource(None if profile is None else read_profile(Path(profile)))
     planned_for = trainer_of(None if trainer is None else TargetName(trainer))
-    sizes = parallel or Parallel(tensor=costs.tensor or 1, pipeline=1)
+    file = None if profile is None else Path(profile)
+    costs, sizes = costs_and_sizes(file, parallel, planned_for)
     return JobSpec(
         model=named_model(model),
         cluster=load_cluster(cluster),
-        parallel=planned_for.with_default_sharding(sizes),
+        parallel=sizes,
         precision=precision,
         frozen=frozen,
         adapters=adapters,

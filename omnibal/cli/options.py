@@ -165,9 +165,7 @@ class JobOptions:
 
     def job(self, parallel: Parallel | None = None, trainer: TrainerConstraints = OWN) -> "JobSpec":
         """Return the job at these parallel sizes, by default 1 or the profile's tensor size."""
-        from omnibal.cost.profile import read_profile
-        from omnibal.cost.source import CostSource
-        from omnibal.job.job import JobSpec
+        from omnibal.job.job import JobSpec, costs_and_sizes
 
         model = named_model(self.model)
         if self.expert_imbalance is not None:
@@ -175,14 +173,11 @@ class JobOptions:
                 raise UserError(f"--expert-imbalance: {model.name} has no experts, leave it out")
             model = config.with_imbalance(model, self.expert_imbalance)
         cluster = changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
-        source = CostSource(None if self.profile is None else read_profile(self.profile))
-        if parallel is None:
-            # A profile holds costs of the tensor-parallel size it was measured at.
-            parallel = Parallel(tensor=source.tensor or 1, pipeline=1)
+        source, sizes = costs_and_sizes(self.profile, parallel, trainer)
         return JobSpec(
             model=model,
             cluster=cluster,
-            parallel=trainer.with_default_sharding(parallel),
+            parallel=sizes,
             precision=self.precision,
             frozen=self._frozen(model),
             adapters=self._adapters(),

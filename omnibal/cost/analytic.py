@@ -38,7 +38,7 @@ from omnibal.cost.linears import (
     weight_copy_bytes,
     with_adapters,
 )
-from omnibal.cost.link_rates import message_line, ring_ms_per_byte, state_group
+from omnibal.cost.link_rates import message_line, ring_ms_per_byte
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.setting import CostSetting
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
@@ -47,7 +47,7 @@ from omnibal.model.adapter_settings import AdapterConfig, adapted_linears, has_a
 from omnibal.model.config import ModelConfig, Precision, load_cluster
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.model.limits import words
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Parallel, state_group
 from omnibal.model.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_kinds, unit_names
 
 # Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1).

@@ -23,7 +23,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.cost.attention_costs import attention_widths
 from omnibal.cost.kernels import ELEMENT_BYTES, unit_vectors
-from omnibal.cost.link_rates import Group, all_to_all_line, pass_line
+from omnibal.cost.link_rates import all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.profile import fit_exchange_ms
 from omnibal.cost.setting import CostSetting
@@ -31,8 +31,8 @@ from omnibal.cost.shaped_rates import LinearTime
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.adapter_settings import trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig
-from omnibal.model.levels import ContextExchange, Level
-from omnibal.model.parallel import Parallel
+from omnibal.model.levels import ContextExchange, Level, exchange_mistake
+from omnibal.model.parallel import Group
 from omnibal.model.units import (
     EXCHANGED,
     LANGUAGE,
@@ -158,33 +158,6 @@ def costs_at(
         return replace(cost, units=units)
 
     return tuple(map(at_level, levels))
-
-
-def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
-    """Return why attention, its heads or lockstep ranks rule out a level, or None."""
-    lockstep_ranks = parallel.lockstep_ranks
-    if level.context % lockstep_ranks and lockstep_ranks % level.context:
-        return (
-            f"context size {level.context} and the {lockstep_ranks} lockstep ranks of "
-            f"{parallel.options}, which share experts or shard weights, must divide one another: "
-            "take another context size, --ep or --sharding"
-        )
-    if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
-        return (
-            f"{model.name} has linear attention, which context size {level.context} does not "
-            "support: use levels of context size 1"
-        )
-    # Latent attention has a key and value for every head.
-    language, is_latent = model.language, any(kind.latent for kind in model.language.kinds)
-    all_heads = language.heads if is_latent else language.kv_heads
-    heads, remainder = divmod(all_heads, parallel.tensor)
-    if _is_gather(level) or level.context == 1 or (not remainder and heads % level.context == 0):
-        return None
-    return (
-        f"context size {level.context} with exchange of heads needs a number of key-value heads "
-        f"per tensor-parallel rank that it divides, and {model.name} has {all_heads} "
-        f"over {parallel.tensor}; exchange by gather, or take a smaller context size"
-    )
 
 
 def _is_gather(level: Level) -> bool:

@@ -19,11 +19,12 @@ from omnibal.cost.kernels import (
     MovingKind,
     unit_vectors,
 )
-from omnibal.cost.link_rates import Group, all_to_all_line, pass_line
+from omnibal.cost.link_rates import all_to_all_line, pass_line
 from omnibal.cost.setting import CostSetting
 from omnibal.cost.shaped_rates import TILE, AttentionPass, AttentionTimes, LinearTime, ProductTimes
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.fp8 import Fp8
+from omnibal.model.parallel import Group
 from omnibal.model.rate_tables import CopyKind, CopyTime, ProductPass, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import feature_names

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.cost.kernels import ELEMENT_BYTES, FP32_BYTES
-from omnibal.cost.link_rates import Group, message_line, pass_line
+from omnibal.cost.link_rates import message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.setting import CostSetting
 from omnibal.cost.shaped_rates import LinearTime, collective_line
@@ -28,7 +28,7 @@ from omnibal.cost.sharding_costs import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.config import ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import nodes_of_groups
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Group, Parallel
 from omnibal.model.rate_tables import CollectiveTime, Place
 from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.units import ENCODER_WAITS_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
@@ -61,6 +61,10 @@ class EncoderCost:
     def item_ms(self) -> np.ndarray:
         """Forward plus backward time, [2 or 3]."""
         return self.forward_ms + self.backward_ms
+
+    def items_ms(self, items: np.ndarray) -> tuple[float, float]:
+        """Return forward and backward time of `items` [1 or 2], without a pass's own time."""
+        return float(items @ self.forward_ms[ITEM:]), float(items @ self.backward_ms[ITEM:])
 
     def pass_bytes(self, work: np.ndarray, *, is_kept: bool) -> np.ndarray:
         """Return peak bytes by pass for `work` [passes, 2 or 3]; activations only if not kept."""

@@ -5,34 +5,11 @@ its ranks in a node in parallel (NCCL builds a ring per adapter), limited by the
 node. A message between two ranks uses one adapter.
 """
 
-from dataclasses import dataclass
-
 from omnibal.cost.shaped_rates import LinearTime, collective_line
 from omnibal.model.config import ClusterConfig, Precision
-from omnibal.model.parallel import Parallel
-from omnibal.model.rate_tables import Place, RingKind
+from omnibal.model.parallel import Group
+from omnibal.model.rate_tables import RingKind
 from omnibal.model.runtime import Dispatcher
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Ranks that exchange, `stride` apart in Megatron's order (tensor first, then data)."""
-
-    ranks: int
-    stride: int = 1
-
-    @property
-    def consecutive(self) -> int:
-        """Span of the group: number of ranks times stride."""
-        return self.ranks * self.stride
-
-    def is_within(self, cluster: ClusterConfig) -> bool:
-        """Whether the group fits one node."""
-        return self.consecutive <= cluster.gpus_per_node
-
-    def place(self, cluster: ClusterConfig) -> Place:
-        """Return the group's placement, as named in measured rates."""
-        return "node" if self.is_within(cluster) else "network"
 
 
 def pass_line(
@@ -145,27 +122,6 @@ def ring_ms_per_byte(
 def hops_ms(cluster: ClusterConfig, group: Group) -> float:
     """Return the latency of all hops of a ring across nodes, or 0 within a node."""
     return 0.0 if group.is_within(cluster) else (group.ranks - 1) * cluster.hop_us / 1e3
-
-
-def state_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
-    """Return the ranks of a stage that shard optimizer state, and weights if sharded."""
-    ranks = {
-        (False, False): parallel.data,
-        (False, True): parallel.expert_data,
-        (True, False): parallel.sharded,
-        (True, True): parallel.expert_shards,
-    }
-    stride = parallel.expert if of_experts else parallel.tensor
-    return Group(ranks[parallel.sharded > 1, of_experts], stride=stride)
-
-
-def copies_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
-    """Return the ranks of a stage that hold the same weight shard."""
-    stride = parallel.tensor * parallel.sharded
-    if of_experts:
-        ranks = parallel.expert_data // parallel.expert_shards
-        return Group(ranks, stride=max(stride, parallel.expert))
-    return Group(parallel.data // parallel.sharded, stride=stride)
 
 
 def _adapter_gb_per_s(cluster: ClusterConfig) -> float:

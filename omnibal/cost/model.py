@@ -16,9 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from omnibal.data.lengths import Lengths
-from omnibal.model.units import HEAD, UnitKind, is_time, window_of_feature
-from omnibal.packing.packs import Packs
+from omnibal.model.units import HEAD, UnitKind
 
 ParameterCount = TypeVar("ParameterCount", float, np.ndarray)
 # A field of `ParameterRates`.
@@ -208,61 +206,3 @@ def with_features(cost: CostModel, names: Sequence[str]) -> CostModel:
 
     units = {name: pad_unit(unit) for name, unit in cost.units.items()}
     return replace(cost, features=(*cost.features, *names), units=units)
-
-
-def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np.ndarray:
-    """Return features of every pack, float64 [packs, features], in the order of `features`."""
-    columns = [packs.sums(_sample_values(lengths, name)) for name in features if name != "fixed"]
-    return np.stack([np.ones(len(packs)), *columns], axis=1).astype(np.float64)
-
-
-def trained_features(
-    features: np.ndarray, names: Sequence[str], *, padded: bool, whole_loss: bool
-) -> np.ndarray:
-    """Return features [packs, features] of the tokens that a trainer computes.
-
-    Args:
-        features: of the packs' samples.
-        padded: whether every pack is padded to the longest, by a sample of padding.
-        whole_loss: whether the head also runs on tokens without loss.
-    """
-    if not (padded or whole_loss):
-        return features
-    features, tokens = features.copy(), list(names).index("tokens")
-    if padded:
-        padding = features[:, tokens].max(initial=0) - features[:, tokens]
-        features[:, tokens] += padding
-        for column, name in enumerate(names):
-            if is_attended(name):
-                features[:, column] += attended_pairs(padding, name)
-    if whole_loss:
-        features[:, list(names).index("loss_tokens")] = features[:, tokens]
-    return features
-
-
-def _sample_values(lengths: Lengths, feature: str) -> np.ndarray:
-    """Return the contribution of every sample to a feature of its pack, [samples]."""
-    if is_attended(feature):
-        return attended_pairs(lengths.tokens.astype(np.int64), feature)
-    if is_time(feature):  # a feature of a step or a pack, not of its samples
-        return np.zeros(len(lengths), np.int64)
-    return loss_tokens(lengths) if feature == "loss_tokens" else lengths.column(feature)
-
-
-def is_attended(feature: str) -> bool:
-    """Whether a feature measures attention of a layer kind."""
-    return feature == "squared_tokens" or window_of_feature(feature) is not None
-
-
-def attended_pairs(tokens: np.ndarray, feature: str) -> np.ndarray:
-    """Return twice the attended pairs of the first `tokens` of a sample, [...]."""
-    window = window_of_feature(feature)
-    return tokens**2 - (np.maximum(tokens - window, 0) ** 2 if window is not None else 0)
-
-
-def loss_tokens(lengths: Lengths) -> np.ndarray:
-    """Return every sample's tokens with loss, or all tokens if its source counts no loss."""
-    counted = np.bincount(
-        lengths.source, weights=lengths.loss_tokens, minlength=len(lengths.source_names)
-    )
-    return np.where(counted[lengths.source] > 0, lengths.loss_tokens, lengths.tokens)

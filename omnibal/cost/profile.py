@@ -17,7 +17,6 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost, count_undivided_unit
-from omnibal.cost.link_rates import state_group
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.setting import CostSetting
 from omnibal.cost.shaped_rates import LinearTime, collective_line, fit_line, weighted_nnls
@@ -30,7 +29,7 @@ from omnibal.model.config import (
     model_sizes,
 )
 from omnibal.model.levels import MAX_CONTEXT, ContextExchange, Level
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Parallel, state_group
 from omnibal.model.rate_tables import Rates
 from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.units import EXCHANGED, UnitKind, feature_names, unit_kinds

@@ -29,17 +29,10 @@ from itertools import pairwise
 import numpy as np
 
 from omnibal.cost.device_rates import streamed_bytes_per_ms
-from omnibal.cost.link_rates import (
-    Group,
-    copies_group,
-    hops_ms,
-    pass_line,
-    ring_ms_per_byte,
-    state_group,
-)
+from omnibal.cost.link_rates import hops_ms, pass_line, ring_ms_per_byte
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost, with_features
 from omnibal.cost.setting import CostSetting
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Group, Parallel, copies_group, state_group
 from omnibal.model.rate_tables import RingKind
 from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 

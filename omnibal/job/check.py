@@ -8,7 +8,6 @@ import numpy as np
 from pydantic import BaseModel
 
 from omnibal.base.errors import UserError
-from omnibal.cost.context import exchange_mistake
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_plan
 from omnibal.job.plan_data import model_of_lengths
@@ -18,6 +17,7 @@ from omnibal.job.planner import predict_memories, predict_plan, scale_prediction
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layer_kinds import ExpertsConfig
+from omnibal.model.levels import exchange_mistake
 from omnibal.model.limits import check_limits, words
 from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import OWN, trainer_of

@@ -2,21 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import layer_products
+from omnibal.cost.analytic import kept_lines, layer_products
 from omnibal.cost.context import costs_at
 from omnibal.cost.encoder_phase_costs import EncodersCost, encoders_cost, pipeline_cost
+from omnibal.cost.feed_forward import ROUTED
 from omnibal.cost.host_waits import host_waits, with_host_waits
-from omnibal.cost.model import CostModel, pack_features, side_by_side, trained_features
+from omnibal.cost.model import CostModel, side_by_side
+from omnibal.cost.profile import read_profile
 from omnibal.cost.setting import CostSetting
 from omnibal.cost.sharding_costs import ShardedExchange, exposed_columns, sharded_cost
-from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
+from omnibal.job.filling import worth_filling
 from omnibal.job.plan import Plan
 from omnibal.model.adapter_settings import AdapterConfig, adapter_mistake
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
@@ -32,11 +35,11 @@ from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.targets import FREE, OWN, TrainerConstraints, trainer_of
 from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake, is_time, unit_names
 from omnibal.packing.by_level import levels_of_packs
+from omnibal.packing.features import pack_features, part_features, share_features, trained_features
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.packing.shares import shares_of
 from omnibal.packing.whole_samples import samples_of_shares
 from omnibal.pipeline.encoder_waits import with_encoders
-from omnibal.pipeline.filling import worth_filling
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.split_task import SplitTask, check_stage_rules
 from omnibal.pipeline.stage_cost import model_ms
@@ -332,6 +335,27 @@ class JobSpec:
                 load[rows] = model_ms(cost, self.pipeline_model, parts).max(axis=1)
         return load
 
+    def routed_bytes(self, features: np.ndarray) -> dict[str, float]:
+        """Return bytes of routed rows kept of a micro-batch by unit name. Empty without EP."""
+        if self.parallel.expert == 1:
+            return {}
+        kept = kept_lines(self.pipeline_model, self.parallel, self.precision)
+        return {
+            name: float(tensor.bytes @ features[: len(tensor.bytes)])
+            for name, tensors in kept.items()
+            for tensor in tensors
+            if tensor.what == ROUTED
+        }
+
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
         """Return whether samples cost less in a level's free space, bool [levels, samples]."""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
+
+
+def costs_and_sizes(
+    profile: Path | None, parallel: Parallel | None, trainer: TrainerConstraints
+) -> tuple[CostSource, Parallel]:
+    """Return costs, counted or of a profile, and sizes: default PP 1 and TP as profiled, or 1."""
+    source = CostSource(None if profile is None else read_profile(profile))
+    sizes = parallel or Parallel(tensor=source.tensor or 1, pipeline=1)
+    return source, trainer.with_default_sharding(sizes)

@@ -88,10 +88,12 @@ class RunFit:
     noise: float  # robust standard deviation of a pass's relative error
 
 
-def root_plan_sha256(plan: Plan, job: JobSpec) -> str:
-    """Return the hash of the first plan of the run, before replanning."""
+def earlier_refit(plan: Plan, job: JobSpec, step: int) -> Refit:
+    """Return the plan's refit or, for the run's first plan, one that changes no cost; at `step`."""
     refit = job.cost_source.refit
-    return plan_sha256(plan) if refit is None else refit.root_sha256
+    if refit is None:
+        return Refit(root_sha256=plan_sha256(plan), step=step)
+    return refit.model_copy(update={"step": step})
 
 
 def select_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> list[StepRecord]:
@@ -144,7 +146,7 @@ def fit_run(
     ):
         units.setdefault(kind, {}).setdefault(which, {})[feature] = factor
     refit = Refit(
-        root_sha256=root_plan_sha256(plan, job),
+        root_sha256=earlier_refit(plan, job, step).root_sha256,
         step=step,
         measured_steps=len(records),
         units={kind: UnitFactors(**given) for kind, given in units.items()},

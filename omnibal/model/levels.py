@@ -9,7 +9,9 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from omnibal.base.frozen import Frozen, written_unless
+from omnibal.model.config import ModelConfig
 from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
 
 MAX_CONTEXT = 4_096  # context-parallel size
 MAX_LEVELS = 8  # of a plan
@@ -68,3 +70,31 @@ def largest_caps(levels: Sequence[Level]) -> Caps:
     """Return the max cap by feature over levels, which limit the same features."""
     names = levels[0].caps.names
     return Caps.of(**{name: max(level.caps[name] for level in levels) for name in names})
+
+
+def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
+    """Return why attention, its heads or lockstep ranks rule out a level, or None."""
+    lockstep_ranks = parallel.lockstep_ranks
+    if level.context % lockstep_ranks and lockstep_ranks % level.context:
+        return (
+            f"context size {level.context} and the {lockstep_ranks} lockstep ranks of "
+            f"{parallel.options}, which share experts or shard weights, must divide one another: "
+            "take another context size, --ep or --sharding"
+        )
+    if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
+        return (
+            f"{model.name} has linear attention, which context size {level.context} does not "
+            "support: use levels of context size 1"
+        )
+    # Latent attention has a key and value for every head.
+    language, is_latent = model.language, any(kind.latent for kind in model.language.kinds)
+    all_heads = language.heads if is_latent else language.kv_heads
+    heads, remainder = divmod(all_heads, parallel.tensor)
+    is_gather = level.exchange is ContextExchange.GATHER
+    if is_gather or level.context == 1 or (not remainder and heads % level.context == 0):
+        return None
+    return (
+        f"context size {level.context} with exchange of heads needs a number of key-value heads "
+        f"per tensor-parallel rank that it divides, and {model.name} has {all_heads} "
+        f"over {parallel.tensor}; exchange by gather, or take a smaller context size"
+    )

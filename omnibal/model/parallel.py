@@ -1,6 +1,7 @@
 """Parallel sizes, and which of them a model and a cluster allow."""
 
 import math
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import Frozen, written_unless
 from omnibal.model.config import ClusterConfig, ModelConfig
+from omnibal.model.rate_tables import Place
 
 MAX_DEVICES = 1_000_000  # of any parallel size; more is a typo
 _MIN_BUCKET = 40_000_000  # parameters; both are Megatron-core's defaults
@@ -267,3 +269,45 @@ def _divided_sizes(model: ModelConfig, copies_gates: bool) -> dict[str, int]:
 
 def _join_numbers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that exchange, `stride` apart in Megatron's order (tensor first, then data)."""
+
+    ranks: int
+    stride: int = 1
+
+    @property
+    def consecutive(self) -> int:
+        """Span of the group: number of ranks times stride."""
+        return self.ranks * self.stride
+
+    def is_within(self, cluster: ClusterConfig) -> bool:
+        """Whether the group fits one node."""
+        return self.consecutive <= cluster.gpus_per_node
+
+    def place(self, cluster: ClusterConfig) -> Place:
+        """Return the group's placement, as named in measured rates."""
+        return "node" if self.is_within(cluster) else "network"
+
+
+def state_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
+    """Return the ranks of a stage that shard optimizer state, and weights if sharded."""
+    ranks = {
+        (False, False): parallel.data,
+        (False, True): parallel.expert_data,
+        (True, False): parallel.sharded,
+        (True, True): parallel.expert_shards,
+    }
+    stride = parallel.expert if of_experts else parallel.tensor
+    return Group(ranks[parallel.sharded > 1, of_experts], stride=stride)
+
+
+def copies_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
+    """Return the ranks of a stage that hold the same weight shard."""
+    stride = parallel.tensor * parallel.sharded
+    if of_experts:
+        ranks = parallel.expert_data // parallel.expert_shards
+        return Group(ranks, stride=max(stride, parallel.expert))
+    return Group(parallel.data // parallel.sharded, stride=stride)

@@ -12,14 +12,12 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.cost.context import exchange_mistake
-from omnibal.cost.model import CostModel, is_attended, pack_features
-from omnibal.cost.share_features import part_features
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.model.levels import MAX_CONTEXT, ContextExchange, CutRule, Level
+from omnibal.model.levels import MAX_CONTEXT, ContextExchange, CutRule, Level, exchange_mistake
 from omnibal.model.limits import Caps
 from omnibal.model.units import EXCHANGED, unit_names
+from omnibal.packing.features import is_attended, pack_features, part_features
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_memory import GIB, unit_bytes
 
@@ -40,7 +38,7 @@ _MOST_WORSE = 2  # consecutive slower context sizes that end the search
 class WholeModel:
     """Time and memory of all units for one rank's share of a pack, linear in its features."""
 
-    cost: CostModel
+    features: tuple[str, ...]  # of a micro-batch
     pass_ms: np.ndarray  # forward and backward without recomputation, [features]
     recompute_ms: np.ndarray
     """Added time for recomputing all layers of a kind, [layer kinds, features]."""
@@ -51,15 +49,16 @@ class WholeModel:
     state_bytes: float  # weights, gradients and optimizer state of all stages
 
     @classmethod
-    def from_job(cls, job: JobSpec, cost: CostModel) -> Self:
-        """Add up the units of a job's model, at the costs of one level."""
+    def from_job(cls, job: JobSpec, level: Level | None = None) -> Self:
+        """Add up the units of a job's model, without or with a level's context exchanges."""
+        cost = job.cost if level is None else job.costs_at([level])[0]
         counts = Counter(unit_names(job.model))
         units = [(counts[name], unit) for name, unit in cost.units.items()]
         layers = [
             (counts[kind.name], cost.units[kind.name]) for kind in cost.kinds if kind.is_layer
         ]
         return cls(
-            cost=cost,
+            features=cost.features,
             pass_ms=np.sum([n * (u.forward_ms + u.backward_ms) for n, u in units], axis=0),
             recompute_ms=np.stack([n * u.recompute_ms for n, u in layers]),
             kept_bytes=np.sum([n * u.activation_bytes for n, u in units], axis=0),
@@ -98,7 +97,7 @@ def has_good_shares(level: Level) -> bool:
 def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None) -> Iterator[Level]:
     """Yield a level of these caps with every context size, cut and exchange to try."""
     # Weights: time per squared text or image token over time per token.
-    whole = WholeModel.from_job(job, job.cost)
+    whole = WholeModel.from_job(job)
     each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
     attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))  # per token^2
     weights = {"attention_weight": attention_ms / each_ms["tokens"]}
@@ -134,10 +133,9 @@ def estimated_form(
     Packs with similar times form a row, with the time of its slowest share. `tokens_per_step` are
     per rank.
     """
-    (cost,) = job.costs_at([level])
-    whole = WholeModel.from_job(job, cost)
+    whole = WholeModel.from_job(job, level)
     # [packs, ranks, features]
-    parts = job.with_exposed(part_features(packs, lengths, level, cost.features))
+    parts = job.with_exposed(part_features(packs, lengths, level, whole.features))
     micro_batches = max(tokens_per_step * level.context / level.caps["tokens"], 1.0)
     again = whole.recomputed_share(parts.reshape(-1, parts.shape[2]), job, micro_batches)
     rows = len(packs) * level.context / job.parallel.data
@@ -201,7 +199,7 @@ def least_ms_per_sample(job: JobSpec, lengths: Lengths) -> float:
 
 def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
     """Lower bounds on samples' times in ms, summed over PP and DP ranks, [samples]."""
-    whole = WholeModel.from_job(job, job.cost)
+    whole = WholeModel.from_job(job)
     alone = Packs(samples=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
     features = pack_features(alone, lengths, job.cost.features)
     # Samples of a pack share its fixed costs, so a bound per sample has none.
@@ -214,9 +212,8 @@ def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
         # Min time to exchange one token of a divided sample.
         each_ms = []
         for level in level_forms(job, Caps.of(tokens=1), [context]) if context > 1 else ():
-            (cost,) = job.costs_at([level])
-            form = WholeModel.from_job(job, cost)
-            each_ms.append(float(form.pass_ms[cost.features.index(EXCHANGED)]))
+            form = WholeModel.from_job(job, level)
+            each_ms.append(float(form.pass_ms[form.features.index(EXCHANGED)]))
         exchange_ms = (min(each_ms) if context > 1 else 0.0) * lengths.tokens
         # All stages together hold a sample's activations at least once. Missing memory is freed by
         # the layers with the best ratio of memory to time.

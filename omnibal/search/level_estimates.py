@@ -11,13 +11,13 @@ from itertools import combinations, product
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData, smallest_caps
 from omnibal.model.levels import CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.packing.by_level import levels_of_samples
+from omnibal.packing.features import pack_features
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 from omnibal.search.level_choice import (
@@ -115,7 +115,7 @@ class LevelEstimates:
             data=data,
             caps=candidate_caps(lengths, data.caps),
             tokens_per_step=tokens_per_step or math.inf,
-            work_ms=features @ WholeModel.from_job(job, job.cost).pass_ms,
+            work_ms=features @ WholeModel.from_job(job).pass_ms,
             needs_rows=needs_rows,
             packed={} if packed is None else packed,
         )

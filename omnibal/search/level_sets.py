@@ -338,7 +338,7 @@ def _is_one_best(job: JobSpec, data: SampleData, samples_per_step: int) -> bool:
     full = np.array([[1, *(data.caps.get(name) or 0 for name in names[1:])]], np.float64)
     tokens = samples_per_step * float(data.lengths.tokens.mean()) / job.parallel.data
     micro_batches = max(tokens / data.caps["tokens"], 1.0)
-    recomputed = WholeModel.from_job(job, job.cost).recomputed_share(full, job, micro_batches)
+    recomputed = WholeModel.from_job(job).recomputed_share(full, job, micro_batches)
     is_best_alone = recomputed == 0 or not has_good_shares(Level(caps=data.caps, context=2))
     return bool(np.isfinite(recomputed)) and is_best_alone and _has_packs_for_all(job, data)
 

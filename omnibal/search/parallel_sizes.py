@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.link_rates import state_group
 from omnibal.job.job import JobSpec
 from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
-from omnibal.model.parallel import Parallel, WeightSharding, expert_sizes
+from omnibal.model.parallel import Parallel, WeightSharding, expert_sizes, state_group
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import MOST_IN_GRID, cap_space

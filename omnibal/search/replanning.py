@@ -7,14 +7,13 @@ searched again, and parallel sizes too if the number of devices changes.
 from dataclasses import dataclass, replace
 
 from omnibal.base.errors import UserError
-from omnibal.cost.refitted import Refit
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.plan_portions import EarlierPortions, join_portions
 from omnibal.job.planner import PlanResult, extend_to_portions, predict_plan
-from omnibal.job.refit import RunFit, fit_run, root_plan_sha256, select_records, with_refit
+from omnibal.job.refit import RunFit, earlier_refit, fit_run, select_records, with_refit
 from omnibal.job.runlog import RunLog
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
@@ -64,12 +63,7 @@ def replan(
     if after is not None and after > plan.data.steps:
         raise UserError(f"{after} trained steps exceed the plan's {plan.data.steps}: give fewer")
     fit = None if run is None else _fit_costs(files, run, after)
-    if fit is not None:
-        refit = fit.refit
-    elif job.cost_source.refit is not None:
-        refit = job.cost_source.refit.model_copy(update={"step": after or 0})
-    else:
-        refit = Refit(root_sha256=root_plan_sha256(plan, job), step=after or 0)
+    refit = earlier_refit(plan, job, after or 0) if fit is None else fit.refit
     job = with_refit(job, refit)
     if gpus not in (None, plan.parallel.world_size):
         assert gpus is not None

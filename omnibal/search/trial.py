@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.base.errors import DoesNotFit
-from omnibal.cost.encoder_phase_costs import ITEM
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
@@ -139,8 +138,8 @@ def encoders_ms_per_sample(
     for encoder in costs[0].encoders.values():
         names = [encoder.feature] + [squares_of(encoder.feature)] * encoder.is_of_samples
         items = np.array([lengths.column(name).mean() for name in names])
-        before_ms += float(items @ encoder.forward_ms[ITEM:])
-        after_ms += float(items @ encoder.backward_ms[ITEM:])
+        forward_ms, backward_ms = encoder.items_ms(items)
+        before_ms, after_ms = before_ms + forward_ms, after_ms + backward_ms
     ranks = job.parallel.world_size  # encoders run on every rank
     once_ms = min(cost.gather_ms + cost.reduction_ms for cost in costs) / samples_per_step
     return before_ms / ranks, (before_ms + after_ms) / ranks + once_ms

@@ -13,7 +13,6 @@ import numpy as np
 from pydantic import JsonValue
 
 from omnibal.cost.analytic import unit_flops
-from omnibal.cost.model import pack_features
 from omnibal.cost.profile import fit_residuals, read_profile
 from omnibal.job.check import open_plan
 from omnibal.job.fake_replay import Roofline, read_fake_stages
@@ -23,6 +22,7 @@ from omnibal.job.replay import REPLAY_FILES, StageReplay
 from omnibal.job.runlog import RUN_FILE, StepRecord, latest_step, read_run
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.units import feature_names
+from omnibal.packing.features import pack_features
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.unit_runs import unit_counts
 from scripts.gpu_proof.running import Context, Part, PartEndedError, Until

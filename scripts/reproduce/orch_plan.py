@@ -24,7 +24,6 @@ from paper import print_table
 
 from omnibal.base.errors import DoesNotFit
 from omnibal.cost.analytic import model_flops
-from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
@@ -36,6 +35,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.units import feature_names
+from omnibal.packing.features import pack_features
 
 PARALLEL = Parallel(tensor=8, pipeline=4, data=80, sequence_parallel=True)
 CLUSTERS = ("h100-80g", "h200-141g")

@@ -23,7 +23,6 @@ import numpy as np
 from rich.console import Console
 from scipy.optimize import brentq
 
-from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
@@ -32,6 +31,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names, unit_names
+from omnibal.packing.features import pack_features
 from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule, baseline_stages

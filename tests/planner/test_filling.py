@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 from length_cases import texts
 
-from omnibal.cost.share_features import part_features
 from omnibal.job.job import JobSpec
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.levels import CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.features import part_features
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_cost import model_ms
 

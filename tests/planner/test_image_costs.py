@@ -23,13 +23,14 @@ from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
 from omnibal.cost.analytic import unit_flops
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel
 from omnibal.data.lengths import draw_samples, read_lengths, write_lengths
 from omnibal.data.native_resolution import image_segments
 from omnibal.model.config import LanguageConfig, ModelConfig, config_toml, load_cluster
 from omnibal.model.encoders import ImagesEncoder, VideoConfig
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_kinds, unit_names
+from omnibal.packing.features import pack_features
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.recompute import LayerGroups
 from omnibal.pipeline.stage_memory import build_table

@@ -7,8 +7,7 @@ import pytest
 from encoder_cases import choice_of
 from length_cases import lengths_of
 
-from omnibal.cost.link_rates import Group, all_to_all_line
-from omnibal.cost.share_features import part_features
+from omnibal.cost.link_rates import all_to_all_line
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.job.check import training_obstacles
@@ -17,7 +16,8 @@ from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Group, Parallel
+from omnibal.packing.features import part_features
 from omnibal.packing.item_shares import ImagePieces, bounds_of_items, squares_of_shares
 from omnibal.packing.packs import Packs
 

@@ -5,10 +5,10 @@ import pytest
 
 from omnibal.base.errors import UserError
 from omnibal.cost.host_waits import host_waits
-from omnibal.cost.link_rates import Group, all_to_all_line, pass_line, ring_ms_per_byte
+from omnibal.cost.link_rates import all_to_all_line, pass_line, ring_ms_per_byte
 from omnibal.job.job import JobSpec
 from omnibal.model.config import load_cluster, load_model
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Group, Parallel
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch_settings import MEGATRON, Launcher
 from omnibal.trainers.lint.line import layers_by_chunk, line_of

@@ -10,7 +10,6 @@ from cost_cases import analytic_cost
 from plan_cases import MODEL, example_lengths, job_spec, origin_of, request
 
 from omnibal.base.errors import UserError
-from omnibal.cost.model import pack_features
 from omnibal.job.check import check_plan, training_obstacles
 from omnibal.job.plan import read_plan
 from omnibal.job.plan_files import save_plan
@@ -19,6 +18,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import TilingConfig
 from omnibal.model.parallel import Parallel
 from omnibal.packing.balance_metrics import rank_sums
+from omnibal.packing.features import pack_features
 from omnibal.search.strategy import FreeSizes, StrategyRequest
 
 pytestmark = pytest.mark.quick

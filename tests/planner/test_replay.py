@@ -12,7 +12,7 @@ from plan_cases import request
 from replay_cases import replay_info, write_replay
 
 from omnibal.base.errors import UserError
-from omnibal.cost.model import CostModel, pack_features, side_by_side
+from omnibal.cost.model import CostModel, side_by_side
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import heaviest_windows
 from omnibal.job.plan import Plan, PlannedLevel
@@ -21,6 +21,7 @@ from omnibal.job.replay import REPLAY_FILES, choose_steps, heaviest_rows, read_r
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.features import pack_features
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.packing.shares import shares_of
 from omnibal.pipeline.predict import predict

@@ -23,7 +23,6 @@ from typer.main import get_command
 
 from omnibal.base.errors import UserError
 from omnibal.cli import app
-from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.job import runlog
 from omnibal.job.plan import LENGTHS_FILE, PACKS_FILE, Plan, Shapes, read_plan, write_plan
@@ -34,6 +33,7 @@ from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.features import pack_features
 from omnibal.packing.packs import Packs, ScheduledPacks, write_packs
 from omnibal.packing.shares import shares_of
 from omnibal.pipeline import prediction as predicting

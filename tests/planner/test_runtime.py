@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from cost_cases import analytic_cost, assumed_h100
 
-from omnibal.cost.link_rates import Group, all_to_all_line, message_line, pass_line
+from omnibal.cost.link_rates import all_to_all_line, message_line, pass_line
 from omnibal.cost.model import CostModel
 from omnibal.families.named import named_model
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Group, Parallel
 from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.pipeline.stage_cost import PerStepCosts

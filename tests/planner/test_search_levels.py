@@ -225,7 +225,7 @@ def test_searches_are_deterministic_on_any_number_of_processes():
 def test_the_recomputed_share_is_the_least_that_fits():
     """Prevents working memory counted as free, and more recomputation than memory requires."""
     job = job_of(8, pipeline=2)
-    base = replace(WholeModel.from_job(job, job.cost), state_bytes=0)
+    base = replace(WholeModel.from_job(job), state_bytes=0)
     rng = np.random.default_rng(4)
     room = job.memory_cap_gib * GIB / 100
     some = infinite = 0

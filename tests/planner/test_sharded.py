@@ -14,8 +14,8 @@ from schedule_cases import lost_time
 
 from omnibal.base.errors import UserError
 from omnibal.cost import sharding_costs
-from omnibal.cost.link_rates import Group, pass_line
-from omnibal.cost.model import CostModel, UnitCost, trained_features
+from omnibal.cost.link_rates import pass_line
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.setting import CostSetting
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -23,11 +23,12 @@ from omnibal.job.plan_data import SampleData
 from omnibal.model.config import ClusterConfig, load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Group, Parallel
 from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.targets import TARGETS, StageRules, TargetName, TrainerConstraints
 from omnibal.model.units import feature_names_at, unit_names
+from omnibal.packing.features import trained_features
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps

@@ -11,9 +11,8 @@ from plan_cases import MODEL, example_profile, job_spec
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.context import costs_at
-from omnibal.cost.model import CostModel, UnitCost, pack_features
+from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.profile import Profile, ShareMeasurement, model_sha256
-from omnibal.cost.share_features import share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -26,6 +25,7 @@ from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import feature_names, feature_names_at
 from omnibal.packing.cut import cut_pack, item_bounds
+from omnibal.packing.features import pack_features, share_features
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.packing.shares import shares_of
 

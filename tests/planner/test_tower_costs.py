@@ -10,7 +10,6 @@ from cost_cases import analytic_cost, assumed_h100
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import ENCODER_UNITS
-from omnibal.cost.context import exchange_mistake
 from omnibal.cost.model import CostModel
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import shape_caps
@@ -18,7 +17,7 @@ from omnibal.model.config import LanguageConfig, ModelConfig, load_model, preset
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import ENCODER_KINDS, EncoderLayers
 from omnibal.model.layer_kinds import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
-from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.levels import ContextExchange, Level, exchange_mistake
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names, model_parts

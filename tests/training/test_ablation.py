@@ -17,13 +17,13 @@ from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.schedule import run_forward_backward
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.files import read_json_model
-from omnibal.cost.model import pack_features
 from omnibal.job.check import check_plan
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanResult
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.features import pack_features
 from omnibal.packing.shares import shares_of
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import stage_memories

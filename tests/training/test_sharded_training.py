@@ -25,7 +25,7 @@ from megatron.vlm.model.groups import create_shard_groups
 from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer
-from omnibal.cost.link_rates import copies_group, state_group
+from omnibal.model.parallel import copies_group, state_group
 
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 plan_of = partial(cut_plan, MODELS["300M-like"])

@@ -18,18 +18,17 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import EMBEDDING_UNITS, MicroBatch, encoder_inputs
 from megatron.vlm.inputs.pack_share import PackShare
 from omnibal.base.errors import UserError
-from omnibal.cost.context import exchange_mistake
-from omnibal.cost.share_features import part_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Grid
 from omnibal.job.job import JobSpec
 from omnibal.model.config import ModelConfig, Provider
 from omnibal.model.encoders import ImagesEncoder, squares_of
 from omnibal.model.layer_kinds import LayerRun
-from omnibal.model.levels import ContextExchange, CutRule, Level
+from omnibal.model.levels import ContextExchange, CutRule, Level, exchange_mistake
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import EXCHANGED, LANGUAGE, deepstack_of
+from omnibal.packing.features import part_features
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_units import Stage
 

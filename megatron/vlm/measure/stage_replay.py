@@ -39,13 +39,14 @@ from megatron.vlm.step.clock import (
 from megatron.vlm.step.links import Inbox, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.train import Trainer
 from omnibal.base.errors import UserError
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import CostModel
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
 from omnibal.job.replay import StageReplay
 from omnibal.model.config import Provider
 from omnibal.model.limits import memory_cap_gib
 from omnibal.model.parallel import Parallel
+from omnibal.packing.features import pack_features
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import idle_before_passes, simulate_ranks

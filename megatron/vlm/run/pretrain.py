@@ -45,7 +45,6 @@ from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
 from omnibal.base.folder_lock import lock_folder
 from omnibal.cost.analytic import model_flops
-from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
 from omnibal.data.data_index import DataIndex
@@ -68,6 +67,7 @@ from omnibal.job.runlog import (
 )
 from omnibal.model.limits import Caps
 from omnibal.model.units import feature_names
+from omnibal.packing.features import pack_features
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.loader_time import too_few_loaders
 from omnibal.pipeline.unit_runs import encoders_stage

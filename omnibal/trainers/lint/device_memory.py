@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 
 from omnibal.base.frozen import Frozen
-from omnibal.cost.analytic import kept_lines
-from omnibal.cost.feed_forward import ROUTED
 from omnibal.job.job import JobSpec
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.units import LANGUAGE_EMBED
@@ -45,7 +43,7 @@ def device_memories(
     """
     cost, on_cpu = job.cost_of_all(levels), "CPU" in job.cluster.device
     embed = cost.units[LANGUAGE_EMBED].trained_parameters * cost.rates.weight_bytes
-    routed = _routed_bytes(job, workload)
+    routed = job.routed_bytes(workload.features.max(axis=0))
     memories = []
     for stage, memory in zip(stages, tensors, strict=True):
         counts, _ = counts_of_runs(len(cost.kinds), unit_runs(cost.kinds, [stage]))
@@ -73,20 +71,6 @@ def device_memories(
             )
         )
     return tuple(memories)
-
-
-def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
-    """Return the largest micro-batch's bytes of routed rows by unit name. Empty without EP."""
-    if job.parallel.expert == 1:
-        return {}
-    largest = workload.features.max(axis=0)  # [features]
-    kept = kept_lines(job.pipeline_model, job.parallel, job.precision)
-    return {
-        name: float(tensor.bytes @ largest[: len(tensor.bytes)])
-        for name, tensors in kept.items()
-        for tensor in tensors
-        if tensor.what == ROUTED
-    }
 
 
 def _groups_gib(job: JobSpec, levels: Sequence[Level], with_experts: bool) -> float:
