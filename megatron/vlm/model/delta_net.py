@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.vlm.model.fused.gated_delta import (
-    DecayAndRate,
     GatedNorm,
-    PackedConvolution,
+    convolve,
+    decay_and_rate,
     normalize_heads,
     normalize_heads_backward,
 )
@@ -121,11 +121,11 @@ class GatedDeltaNet(MegatronModule):
         )
         del rows_T1X, rows_TGX
         borders = packed_seq_params.cu_seqlens_q
-        mixed_TC = PackedConvolution.apply(mixed_TC, self.conv_weight, borders)
+        mixed_TC = convolve(mixed_TC, self.conv_weight, borders)
         heads_TGX = mixed_TC.unflatten(-1, (groups, -1)).split([size, size, values], -1)
         query_TGD, key_TGD, value_TGX = (heads.contiguous() for heads in heads_TGX)
         del mixed_TC, heads_TGX
-        decay_TN, beta_TN = DecayAndRate.apply(decay_TN, logit_TN, self.A_log, self.dt_bias)
+        decay_TN, beta_TN = decay_and_rate(decay_TN, logit_TN, self.A_log, self.dt_bias)
         value_TNE = value_TGX.flatten(1).unflatten(-1, (-1, value_size))
         output_TNE = delta_rule(query_TGD, key_TGD, value_TNE, decay_TN, beta_TN, packed_seq_params)
         gate_TNE = gate_TX.unflatten(-1, (-1, value_size))

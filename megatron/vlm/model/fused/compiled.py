@@ -1,4 +1,4 @@
-"""Compilation of fused operations' bodies on CUDA."""
+"""Compilation of fused operations' bodies on CUDA, and their backward."""
 
 import functools
 from collections.abc import Callable
@@ -20,13 +20,77 @@ def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
         def run(*arguments: Any) -> Any:
-            if not arguments[0].is_cuda:
-                return body(*arguments)
-            return compile_body(name, body)(*arguments)
+            chosen = compile_body(name, body) if is_compiled(arguments[0]) else body
+            return chosen(*arguments)
 
         return run
 
     return decorate
+
+
+def is_compiled(first: torch.Tensor) -> bool:
+    """Return whether a body with this first argument is compiled."""
+    return first.is_cuda
+
+
+def differentiable(name: str) -> Callable[[Body], Body]:
+    """Return a decorator that gives a body a backward, for which only its inputs are kept.
+
+    Backward differentiates the body in float32, so that sums over rows are rounded once. Both are
+    compiled on CUDA: the body under `name`, backward under `name` with "_backward".
+    """
+
+    def decorate(body: Body) -> Body:
+        forward = compiled_on_cuda(name)(body)
+
+        @compiled_on_cuda(f"{name}_backward")
+        def backward(*given: Any) -> list[torch.Tensor | None]:
+            """Return gradients of the inputs, given those of all outputs, then the inputs."""
+            *gradients, inputs = given
+            places = [place for place, value in enumerate(inputs) if _is_float(value)]
+
+            def run_body(*values: torch.Tensor) -> Any:
+                replaced = dict(zip(places, values, strict=True))
+                return body(*(replaced.get(place, own) for place, own in enumerate(inputs)))
+
+            outputs, pull_back = torch.func.vjp(run_body, *(inputs[i].float() for i in places))
+            gradients = [gradient.float() for gradient in gradients]
+            is_single = isinstance(outputs, torch.Tensor)
+            own = pull_back(gradients[0] if is_single else tuple(gradients))
+            of_place = dict(zip(places, own, strict=True))
+            return [
+                of_place[place].to(value.dtype) if place in of_place else None
+                for place, value in enumerate(inputs)
+            ]
+
+        def run(*inputs: Any) -> Any:
+            return _KeepInputs.apply(forward, backward, *inputs)
+
+        return functools.wraps(body)(run)
+
+    return decorate
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+class _KeepInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, run_backward, *inputs):
+        inputs = tree_map_only(torch.Tensor, torch.Tensor.contiguous, inputs)
+        tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
+        ctx.save_for_backward(*tensors)
+        ctx.run_backward = run_backward
+        ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+        return run(*inputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        inputs = [value if tensor is None else tensor for tensor, value in pairs]
+        contiguous = (gradient.contiguous() for gradient in gradients)
+        return None, None, *ctx.run_backward(*contiguous, inputs)
 
 
 @functools.cache
