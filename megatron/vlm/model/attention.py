@@ -25,13 +25,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron.vlm.model.fused.head_norms import split_with_norms
-from megatron.vlm.model.fused.rotary import (
-    HeadWeights,
-    Rotation,
-    split_and_rotate,
-    split_norm_and_rotate,
-)
+from megatron.vlm.model.fused.head_norms import HeadNorms
+from megatron.vlm.model.fused.rotary import NormAndRotate, Rotation, SplitAndRotate
 from megatron.vlm.model.image_places import ImageBorders
 from megatron.vlm.model.shared_attention import SharedAttention
 
@@ -86,9 +81,8 @@ class TileAttention(SelfAttention):
         weights_W = (self.q_layernorm.weight, self.k_layernorm.weight)
         is_divided = self.config.tensor_model_parallel_size > 1
         group = parallel_state.get_tensor_model_parallel_group() if is_divided else None
-        return split_with_norms(
-            qkv_SBN3D, weights_W, self.config.hidden_size, self.config.layernorm_epsilon, group
-        )
+        width, eps = self.config.hidden_size, self.config.layernorm_epsilon
+        return HeadNorms.apply(qkv_SBN3D, *weights_W, width, eps, group)
 
 
 class ClipAttention(TileAttention):
@@ -145,11 +139,11 @@ class PackedAttention(SelfAttention):
             gate_TW = queries_TGQ2D[:, :, :, 1].flatten(1)
             qkv_TGX = torch.cat([queries_TGQ2D[:, :, :, 0], heads_TGND[:, :, -2:]], 2).flatten(2)
         if self.config.qk_layernorm:
-            weights = self.q_layernorm.weights, self.k_layernorm.weights
-            norms = HeadWeights(weights[0].weight_H, weights[1].weight_H, weights[0].eps)
-            heads = split_norm_and_rotate(qkv_TGX, queries_per_group, rotary_pos_emb, norms)
+            (query_D, _, eps), (key_D, _, _) = self.q_layernorm.weights, self.k_layernorm.weights
+            norms = (query_D, key_D, eps)
+            heads = NormAndRotate.apply(qkv_TGX, queries_per_group, *rotary_pos_emb, *norms)
         else:
-            heads = split_and_rotate(qkv_TGX, queries_per_group, rotary_pos_emb)
+            heads = SplitAndRotate.apply(qkv_TGX, queries_per_group, *rotary_pos_emb)
         query_TND, key_TGD, value_TGD = heads
         context_TW = self.core_attention(
             query_TND,

@@ -28,11 +28,10 @@ from megatron.vlm.model.experts import MixtureOfExperts, Routing
 from megatron.vlm.model.fused.activations import Gelu, bias_gelu, swiglu
 from megatron.vlm.model.fused.residual import (
     Branch,
+    NormAndResidual,
     NormWeights,
-    add_and_norm,
+    ScaledAddAndNorm,
     add_branch,
-    norm,
-    norm_and_residual,
 )
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.providers import LayerParts, without_bias
@@ -67,7 +66,8 @@ class Norm(torch.nn.Module):
         return NormWeights(weight, self.bias, self.eps)
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        return norm(hidden_SBH, self.weights)
+        normed_SBH, _ = NormAndResidual.apply(hidden_SBH, *self.weights)
+        return normed_SBH
 
 
 class HeadNorm(Norm):
@@ -124,7 +124,9 @@ class Layer(TransformerLayer):
         # Residual adds are fused with the next norm, and norms' backwards with the gradient of the
         # residual.
         attention_scale_B, mlp_scale_B = (None, None) if tile_scales_2B is None else tile_scales_2B
-        normed_SBH, residual_SBH = norm_and_residual(hidden_states, self.input_layernorm.weights)
+        normed_SBH, residual_SBH = NormAndResidual.apply(
+            hidden_states, *self.input_layernorm.weights
+        )
         output_and_bias = self.self_attention(
             normed_SBH,
             attention_mask,
@@ -132,8 +134,8 @@ class Layer(TransformerLayer):
             packed_seq_params=packed_seq_params,
         )
         branch = self.self_attn_bda(*output_and_bias, attention_scale_B)
-        normed_SBH, residual_SBH = add_and_norm(
-            residual_SBH, branch, self.pre_mlp_layernorm.weights
+        normed_SBH, residual_SBH = ScaledAddAndNorm.apply(
+            residual_SBH, *branch, *self.pre_mlp_layernorm.weights
         )
         del output_and_bias, branch  # only some backwards need this memory
         if isinstance(self.mlp, MixtureOfExperts):

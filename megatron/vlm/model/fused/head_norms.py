@@ -16,24 +16,6 @@ from megatron.vlm.model.fused.compiled import compiled_on_cuda
 TileHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v, [S, B, N, D]
 
 
-def split_with_norms(
-    qkv_SBN3D: torch.Tensor,
-    weights_W: Sequence[torch.Tensor],
-    width: int,
-    eps: float,
-    group: dist.ProcessGroup | None,
-) -> TileHeads:
-    """Return q and k, with RMSNorm over all ranks' heads, and v, a view of the input.
-
-    Args:
-        qkv_SBN3D: [S, B, N, 3 D], with q, k and v per head.
-        weights_W: weights of q's and k's norms.
-        width: unpadded width of all ranks' heads; padded heads are zeros.
-        group: ranks that divide the heads, or None for one rank.
-    """
-    return HeadNorms.apply(qkv_SBN3D, *weights_W, width, eps, group)
-
-
 def _sum_squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
     """Return local sums of squares of q and k, float32 [2, S, B]."""
     query_SBND, key_SBND, _ = qkv_SBN3D.chunk(3, -1)
@@ -124,6 +106,14 @@ def _qkv_gradient(
 
 
 class HeadNorms(torch.autograd.Function):
+    """Return q and k, with RMSNorm over all ranks' heads, and v, a view of the input.
+
+    Args:
+        qkv_SBN3D: [S, B, N, 3 D], with q, k and v per head.
+        width: unpadded width of all ranks' heads; padded heads are zeros.
+        group: ranks that divide the heads, or None for one rank.
+    """
+
     @staticmethod
     def forward(ctx, qkv_SBN3D, query_weight_W, key_weight_W, width, eps, group):
         qkv_SBN3D = qkv_SBN3D.contiguous()

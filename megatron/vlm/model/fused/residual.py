@@ -27,28 +27,10 @@ class NormWeights(NamedTuple):
     eps: float
 
 
-def norm(hidden_SBH: torch.Tensor, weights: NormWeights) -> torch.Tensor:
-    return norm_and_residual(hidden_SBH, weights)[0]
-
-
-def norm_and_residual(
-    hidden_SBH: torch.Tensor, weights: NormWeights
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm and the input as residual, so that backward fuses both gradients."""
-    return NormAndResidual.apply(hidden_SBH, *weights)
-
-
 def add_branch(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
     if branch.bias_H is None and branch.scale_H is None and branch.tile_scale_B is None:
         return residual_SBH + branch.output_SBH
     return ScaledAdd.apply(residual_SBH, *branch)
-
-
-def add_and_norm(
-    residual_SBH: torch.Tensor, branch: Branch, weights: NormWeights
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the branch; return the norm and the new residual."""
-    return ScaledAddAndNorm.apply(residual_SBH, *branch, *weights)
 
 
 def _normalize(
@@ -155,6 +137,8 @@ def _scaled_add_backward(
 
 
 class NormAndResidual(torch.autograd.Function):
+    """Return the norm and the input as residual, so that backward fuses both gradients."""
+
     @staticmethod
     def forward(ctx, hidden_SBH, weight_H, bias_H, eps):
         ctx.set_materialize_grads(False)  # an output that no loss uses has no gradient
@@ -182,6 +166,8 @@ class ScaledAdd(torch.autograd.Function):
 
 
 class ScaledAddAndNorm(torch.autograd.Function):
+    """Add a branch; return the norm and the new residual."""
+
     @staticmethod
     def forward(ctx, residual_SBH, *branch_and_norm):
         ctx.set_materialize_grads(False)

@@ -24,14 +24,6 @@ class Rotation(NamedTuple):
     sines: torch.Tensor
 
 
-class HeadWeights(NamedTuple):
-    """Weights of q's and k's norms, shared by all heads, and epsilon."""
-
-    query_D: torch.Tensor
-    key_D: torch.Tensor
-    eps: float
-
-
 def locate_tokens(borders: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's position in its sample, and the sample's number, [T]; see `rotation`."""
     # All on the device, so that the host does not wait for `borders`.
@@ -70,21 +62,6 @@ def sectioned_rotation(
     """
     angles = positions_3S.T.index_select(1, axes_F) * frequencies
     return Rotation(angles.cos(), angles.sin())
-
-
-def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation) -> PackedHeads:
-    """Split [T, G, (Q + 2) D] into q, k and v, with rotation of q and k."""
-    return SplitAndRotate.apply(qkv, queries_per_group, *turned_by)  # does not keep the input
-
-
-def split_norm_and_rotate(
-    qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation, norms: HeadWeights
-) -> PackedHeads:
-    """Split [T, G, (Q + 2) D] into q, k and v, with RMSNorm per head and rotation of q and k.
-
-    The input is kept for backward; v is a view of it.
-    """
-    return NormAndRotate.apply(qkv, queries_per_group, *turned_by, *norms)
 
 
 def _turn(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -129,6 +106,8 @@ def _rotate_back(
 
 
 class SplitAndRotate(torch.autograd.Function):
+    """Split [T, G, (Q + 2) D] into q, k and v, with rotation of q and k; input is not kept."""
+
     @staticmethod
     def forward(ctx, qkv, queries_per_group, cosines, sines):
         ctx.save_for_backward(cosines, sines)
@@ -182,6 +161,11 @@ def _norm_and_rotate_backward(
 
 
 class NormAndRotate(torch.autograd.Function):
+    """Split [T, G, (Q + 2) D] into q, k and v, with RMSNorm per head and rotation of q and k.
+
+    The norms' weights are shared by all heads. v is a view of the input, which is kept.
+    """
+
     @staticmethod
     def forward(ctx, qkv, queries_per_group, cosines, sines, query_weight_D, key_weight_D, eps):
         qkv = qkv.contiguous()
