@@ -27,16 +27,15 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron.vlm.model.tensor_parallel import divide
+from megatron.vlm.model.tensor_parallel import DividedModule, divide
 from omnibal.model.adapter_settings import AdapterConfig, Linear
 
 ADAPTERS = ".adapters."  # in names of adapter parameters only
 _Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-class Adapter(torch.nn.Module):
+class Adapter(DividedModule):
     """Adapter of one piece: A [r, I] and B [P, r], as in PEFT.
 
     Args:
@@ -60,21 +59,10 @@ class Adapter(torch.nn.Module):
         replicated: Any = self.lora_b if divides_inputs else self.lora_a
         replicated.sequence_parallel = sequence_parallel
         set_defaults_if_not_set_tensor_model_parallel_attributes(replicated)
-        self._divided = {"lora_a": 1} if divides_inputs else {"lora_b": 0}
-        for name, axis in self._divided.items():
-            divide(self.get_parameter(name), axis)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            self._divided,
-            sharded_offsets,
-            tp_group=metadata["tp_group"],
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        if divides_inputs:
+            divide(self.lora_a, 1)
+        else:
+            divide(self.lora_b, 0)
 
 
 class Adapters(MegatronModule):

@@ -15,27 +15,24 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import (
-    all_gather_last_dim_from_tensor_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.vlm.model.fused.head_norms import HeadNorms
 from megatron.vlm.model.fused.rotary import NormAndRotate, Rotation, SplitAndRotate
 from megatron.vlm.model.image_places import ImageBorders
 from megatron.vlm.model.shared_attention import SharedAttention
+from megatron.vlm.model.tensor_parallel import DividedModule, divide
 
 _HOPPER = 9  # major compute capability for FlashAttention 3
 _HEAD_SIZE_MULTIPLE = 8  # required by the packed kernel
 _QUERIES_OF_A_MASK = 256  # maximum queries per explicit mask
 
 
-class AllHeadsRMSNorm(torch.nn.Module):
+class AllHeadsRMSNorm(DividedModule):
     """Weight [W] of InternViT's q or k norm: an RMSNorm over all heads of all ranks.
 
     `TileAttention` runs both norms. Core's norms are per head: `hidden_size` is D here.
@@ -51,20 +48,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
         # Ones, and zeros for padded heads.
         weight_W = torch.arange(start, start + own_width) < config.hidden_size
         self.weight = torch.nn.Parameter(weight_W.to(config.params_dtype))
-        set_tensor_model_parallel_attributes(self.weight, True, dim=0, stride=1)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """Return the checkpoint state (core's name), sharded along the weight's axis."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=metadata["tp_group"],
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        divide(self.weight, dim=0)
 
 
 class TileAttention(SelfAttention):

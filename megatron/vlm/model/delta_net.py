@@ -21,7 +21,6 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.vlm.model.fused.gated_delta import (
     GatedNorm,
@@ -31,7 +30,7 @@ from megatron.vlm.model.fused.gated_delta import (
     normalize_heads_backward,
 )
 from megatron.vlm.model.fused.rotary import locate_tokens
-from megatron.vlm.model.tensor_parallel import divide
+from megatron.vlm.model.tensor_parallel import DividedModule, divide
 from omnibal.model.layer_kinds import LinearAttention
 
 CHUNK = 64  # tokens, as in flash-linear-attention
@@ -41,7 +40,7 @@ _MAX_DECAY_RATE, _STEPS = 16, (1e-3, 1e-1)
 _GOLDEN_RATIO = 0.618034
 
 
-class GatedDeltaNet(MegatronModule):
+class GatedDeltaNet(MegatronModule, DividedModule):
     """Linear attention of a language layer, with core's names of submodules.
 
     Rows of `in_proj` are by key head, so that tensor-parallel ranks have consecutive rows. A head
@@ -137,17 +136,9 @@ class GatedDeltaNet(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
         """Return the checkpoint's tensors, divided over tensor-parallel ranks but for the norm."""
-        assert metadata is not None
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        tensors = dict(self.named_parameters(recurse=False))
-        return state | make_sharded_tensors_for_checkpoint(
-            tensors,
-            prefix,
-            {name: 0 for name in tensors if name != "norm_weight"},
-            sharded_offsets,
-            tp_group=metadata["tp_group"],
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        of_linears = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        own = DividedModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return of_linears | own
 
 
 def delta_rule(

@@ -18,7 +18,7 @@ from megatron.vlm.model.block import LayerFeatures, PlannedBlock
 from megatron.vlm.model.embeddings import AudioEmbedding, ImageEmbedding, VisionEmbedding
 from megatron.vlm.model.image_places import ImagePlaces
 from megatron.vlm.model.layers import encoder_layer_spec
-from megatron.vlm.model.projectors import DeepstackProjectors, build_projector
+from megatron.vlm.model.projectors import DeepstackProjectors, Projector
 from megatron.vlm.model.providers import LayerParts
 from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
@@ -66,10 +66,10 @@ class EncoderUnits(NamedTuple):
         if stage.holds(f"{name} embed"):
             embedding = _EMBEDDINGS[tower.kind](tower, config.params_dtype)
         if stage.holds(projector_unit(model, name)):
-            projector = build_projector(model, tower, config, groups.tp)
+            projector = Projector(model, tower, config, groups.tp)
         if isinstance(tower, ImagesEncoder):
             deepstack_projectors = {
-                number: build_projector(model, tower, config, groups.tp, is_deepstack=True)
+                number: Projector(model, tower, config, groups.tp, is_deepstack=True)
                 for number, layer in enumerate(tower.deepstack_layers)
                 if layer in numbers
             }

@@ -21,33 +21,37 @@ from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.image_places import ImagePlaces
 from megatron.vlm.model.layers import Norm
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import ClipsEncoder, Encoder, TilesEncoder
+from omnibal.model.encoders import Encoder, ImagesEncoder, TilesEncoder
 
 
 class Projector(MegatronModule):
     """Norm, concatenation of a token's positions, and an MLP: Linear, GELU, Linear.
 
-    Args:
-        fold: function from positions [V, B, H] to tokens [K, W], in the order of items.
-        norm: norm over H before `fold`, or over W after it if `norms_tokens`.
-        inner: hidden width of the MLP, between `inputs` W and `outputs` E.
+    The norm is over H before the concatenation, or over W after it.
     """
 
     def __init__(
         self,
+        model: ModelConfig,
+        tower: Encoder,
         config: TransformerConfig,
         tp_group: dist.ProcessGroup,
-        fold: Callable[[torch.Tensor], torch.Tensor],
-        norm: torch.nn.Module,
         *,
-        norms_tokens: bool,
-        inputs: int,
-        inner: int,
-        outputs: int,
+        is_deepstack: bool = False,
     ) -> None:
         super().__init__(config)
-        self.tp_group, self.norm = tp_group, norm
-        self._fold, self._norms_tokens = fold, norms_tokens
+        self.tp_group, self._fold = tp_group, _fold_of(tower)
+        self._norms_tokens = is_deepstack or isinstance(tower, TilesEncoder)
+        inputs = tower.projector_input_size
+        inner = outputs = model.language.hidden_size
+        if isinstance(tower, ImagesEncoder):
+            inner = tower.projector_hidden_size or inputs
+        if isinstance(tower, TilesEncoder):
+            # A LayerNorm even if the encoder has RMSNorm, as in InternVL.
+            self.norm: torch.nn.Module = torch.nn.LayerNorm(inputs, dtype=config.params_dtype)
+        else:
+            width = inputs if self._norms_tokens else tower.hidden_size
+            self.norm = Norm(config, width, tower.norm_eps)
         options: Any = {"config": config, "init_method": config.init_method, "bias": True}
         options["tp_group"] = tp_group
         # `bias_gelu` adds the first bias.
@@ -66,46 +70,16 @@ class Projector(MegatronModule):
         return features_KE if places is None else places.restore_order(features_KE)
 
 
-def build_projector(
-    model: ModelConfig,
-    tower: Encoder,
-    config: TransformerConfig,
-    tp_group: dist.ProcessGroup,
-    *,
-    is_deepstack: bool = False,
-) -> Projector:
-    """Return the projector of an encoder's last layer, or of a deepstack layer."""
-    inputs, outputs = tower.projector_input_size, model.language.hidden_size
-    inner, norms_tokens = outputs, is_deepstack
-    fold = _join_positions(tower.positions_per_item)
+def _fold_of(tower: Encoder) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from positions [V, B, H] to tokens [K, W], in the order of items."""
     if isinstance(tower, TilesEncoder):
-        # A LayerNorm even if the encoder has RMSNorm, as in InternVL.
-        norm, norms_tokens = torch.nn.LayerNorm(inputs, dtype=config.params_dtype), True
         # InternVL's pixel shuffle (`ps_version v2`); position 0 is the class token.
         factor = tower.pixel_shuffle_factor
         side = tower.patches_per_side // factor
         pattern = "(row r column c) b h -> (b row column) (r c h)"
         sizes = {"row": side, "column": side, "r": factor, "c": factor}
-        fold = lambda hidden_VBH: rearrange(hidden_VBH[1:], pattern, **sizes)  # noqa: E731
-    else:
-        norm = Norm(config, inputs if norms_tokens else tower.hidden_size, tower.norm_eps)
-        if isinstance(tower, ClipsEncoder):
-            fold = _join_positions(tower.positions_per_token)
-        else:
-            inner = tower.projector_hidden_size or inputs
-    return Projector(
-        config,
-        tp_group,
-        fold,
-        norm,
-        norms_tokens=norms_tokens,
-        inputs=inputs,
-        inner=inner,
-        outputs=outputs,
-    )
-
-
-def _join_positions(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda hidden_VBH: rearrange(hidden_VBH[1:], pattern, **sizes)
+    number = tower.positions_per_item // tower.tokens_per_item
     return lambda hidden_VBH: rearrange(hidden_VBH, "(k n) b h -> (b k) (n h)", n=number)
 
 

@@ -165,7 +165,7 @@ class VLMStage(MegatronModule):
                 count=min(max(language.vocab_size - start, 0), own_words),
                 group=parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
             )
-        describe_partitions(self, parts)
+        describe_partitions(self, parts.column_linear, parts.row_linear)
         words: Any = self.shared_embedding_or_output_weight()
         if self.holds_tied_copy:
             # Core's mark for an own bucket: data-parallel ranks then divide both copies alike.

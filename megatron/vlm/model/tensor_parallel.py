@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.vlm.model.experts import StackedLinear
-from megatron.vlm.model.providers import LayerParts
 from omnibal.model.config import ModelConfig
 
 _VOCABULARY_NAME = re.compile(r"^(embedding\.word_embeddings|head|word_copy)\.weight$")
@@ -47,14 +47,17 @@ def unpadded_size(model: ModelConfig, name: str) -> int | None:
     return tower.heads * tower.head_width * (3 if match[2] or match[3] else 1)
 
 
-def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
+def describe_partitions(stage: torch.nn.Module, *provided: type) -> None:
     """Set Megatron-core's sharding attributes on every parameter.
 
     The optimizer needs them to count replicated parameters once in the gradient norm.
+
+    Args:
+        provided: the provider's column-parallel and row-parallel linear.
     """
     # Core sets them only if it draws the matrices itself.
-    columns: Any = (ColumnParallelLinear, VocabParallelEmbedding, parts.column_linear)
-    rows: Any = (RowParallelLinear, parts.row_linear)
+    columns: Any = (ColumnParallelLinear, VocabParallelEmbedding, provided[0])
+    rows: Any = (RowParallelLinear, provided[1])
     for module in stage.modules():
         if isinstance(module, columns):
             for parameter in module.parameters(recurse=False):
@@ -78,6 +81,24 @@ def divide(parameter: Any, dim: int) -> None:
     # Not core's function, which refuses parameters with attributes, as Transformer Engine's have.
     parameter.tensor_model_parallel = True
     parameter.partition_dim, parameter.partition_stride = dim, 1
+
+
+class DividedModule(torch.nn.Module):
+    """Module whose parameters are saved in parts by the attributes that `divide` sets."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint state of the module's own parameters (core's name)."""
+        tensors: dict[str, Any] = dict(self.named_parameters(recurse=False))
+        return make_sharded_tensors_for_checkpoint(
+            tensors,
+            prefix,
+            {name: p.partition_dim for name, p in tensors.items() if p.tensor_model_parallel},
+            sharded_offsets,
+            tp_group=metadata["tp_group"],
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 ShardRun: TypeAlias = tuple[int, int, int]  # start in the shard, start in the full axis, length
