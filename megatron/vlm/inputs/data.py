@@ -105,7 +105,7 @@ class _OwnPart:
     share: PackShare | None  # share of the pack, or None if this rank has the full pack
 
 
-class PackDataset:
+class PackDataset(torch.utils.data.Dataset):
     """Micro-batches of one data-parallel rank for one pipeline stage.
 
     Item i is the MicroBatch of row `rows[i]`, or the UserError of loading it, which is returned

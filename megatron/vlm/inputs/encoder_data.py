@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from megatron.vlm.inputs.batch import MicroBatch, join_items
 from megatron.vlm.inputs.data import PackDataset
@@ -10,7 +11,7 @@ from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares
 from omnibal.base.errors import UserError
 
 
-class EncodingDataset:
+class EncodingDataset(torch.utils.data.Dataset):
     """Encoder passes, then micro-batches, of each step `first_step` to `last_step` (exclusive).
 
     An item is a MicroBatch or a UserError, as in `PackDataset`.

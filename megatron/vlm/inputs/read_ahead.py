@@ -130,7 +130,8 @@ def _receive_items(workers: Sequence[_Worker], count: int) -> Items:
     ahead = _PREFETCH * len(workers)
     try:
         for number in range(-ahead, count):
-            worker, answer = workers[number % len(workers)], None
+            worker = workers[number % len(workers)]
+            answer: Any = None
             try:
                 if number >= 0:
                     answer = worker.connection.recv()
