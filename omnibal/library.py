@@ -119,10 +119,8 @@ def check(directory: Path | str) -> list[str]:
 def simulate(directory: Path | str) -> StepTimes:
     """Return simulated times of all steps of a plan's packs."""
     files = open_plan(directory)
-    packs, lengths = files.steps
-    workload = files.job.workload(packs, lengths, files.plan.pack_levels)
-    cost = files.job.cost_of_all(files.plan.pack_levels)
-    return simulate_levels(cost, files.plan.stages_at_levels, workload, files.plan.schedule)
+    stages_at, schedule = files.plan.stages_at_levels, files.plan.schedule
+    return simulate_levels(files.cost, stages_at, files.workload, schedule)
 
 
 def export_plan(

@@ -137,7 +137,7 @@ def lengths(
     (docs/data.md).
     """
     from omnibal.data.external_lengths import is_cached_dataset
-    from omnibal.report.plan_tables import source_statistics, sources_table
+    from omnibal.report.plan_tables import sources_table
 
     start = time.perf_counter()
     is_file = output.is_file() and not is_stream(output)
@@ -169,14 +169,15 @@ def lengths(
         except KeyboardInterrupt as error:
             sys.stderr.write("interrupted: run the same command again to resume\n")
             raise SystemExit(130) from error
+    *by_source, all_samples = counted.statistics_by_source()
     result = {
         "samples": len(counted),
         "seconds": time.perf_counter() - start,
         "skipped": skipped,
         "skipped_list": str(skipped_list) if skipped and skipped_list else None,
-        "sources": source_statistics(counted),
+        "sources": by_source,
     }
-    print_result(as_json, result, sources_table(counted))
+    print_result(as_json, result, sources_table([*by_source, all_samples]))
 
 
 def _convert_cached(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:

@@ -37,15 +37,13 @@ def simulate(
     check_files({"--trace": trace, "--picture": picture}, plan_files(directory))
     check_picture(picture)
     files = open_plan(directory)
-    planned, job, (packs, samples) = files.plan, files.job, files.steps
-    workload = job.workload(packs, samples, planned.pack_levels)
-    cost, stages_at = job.cost_of_all(planned.pack_levels), planned.stages_at_levels
-    schedule = planned.schedule
+    cost, workload, schedule = files.cost, files.workload, files.plan.schedule
+    stages_at, count = files.plan.stages_at_levels, files.steps[0].steps
     with status("simulating"):
         steps = simulate_levels(cost, stages_at, workload, schedule)
     shown = int(steps.step_ms.argmax()) if step is None else step
-    if shown >= packs.steps:
-        raise UserError(f"--step {shown} must be one of the plan's steps, 0 to {packs.steps - 1}")
+    if shown >= count:
+        raise UserError(f"--step {shown} must be one of the plan's steps, 0 to {count - 1}")
     if trace is not None:
         events = chrome_trace(cost, stages_at, workload, shown, schedule)
         write_ascii(json.dumps(events) + "\n", trace)
@@ -53,11 +51,11 @@ def simulate(
         from omnibal.report.drawing import svg_file
         from omnibal.report.timeline import timeline_figure
 
-        figure = timeline_figure(planned, job, packs, samples)
+        figure = timeline_figure(files)
         assert figure.drawn is not None
         write_ascii(svg_file(figure.drawn, figure.title), picture)
     result = {
-        "steps": packs.steps,
+        "steps": count,
         "step_ms_mean": float(steps.step_ms.mean()),
         "step_ms_median": float(np.median(steps.step_ms)),
         "step_ms_min": float(steps.step_ms.min()),

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -189,6 +189,30 @@ class Lengths:
     def sizes(self, names: Sequence[str]) -> np.ndarray:
         """Return features of every sample, int64 [names, samples]."""
         return np.stack([self.column(name) for name in names]).astype(np.int64)
+
+    def statistics_by_source(self, most: int | None = None) -> list[dict[str, Any]]:
+        """Return count, mean and max lengths (None without samples) by source, and of all, last.
+
+        Args:
+            most: largest sources to list. The others are one entry.
+        """
+        codes = np.arange(len(self.source_names))
+        if most is not None:
+            codes = np.argsort(-np.bincount(self.source, minlength=len(codes)), kind="stable")
+        groups = [(self.source_names[code], self.source == code) for code in codes[:most]]
+        others = codes[len(groups) :]
+        if len(others):
+            groups.append((f"{len(others)} smaller sources", np.isin(self.source, others)))
+        groups.append(("all", np.ones(len(self), bool)))
+        return [{"source": name, **self._statistics(rows)} for name, rows in groups]
+
+    def _statistics(self, rows: np.ndarray) -> dict[str, float | None]:
+        statistics: dict[str, float | None] = {"samples": int(rows.sum())}
+        for name in (*self.item_names, "tokens"):
+            values = self.column(name)[rows]
+            statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
+            statistics[f"{name}_max"] = int(values.max()) if len(values) else None
+        return statistics
 
     def take(self, rows: np.ndarray) -> "Lengths":
         return replace(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from omnibal.base.errors import UserError
+from omnibal.cost.model import CostModel
 from omnibal.cost.profile import read_profile
 from omnibal.cost.refitted import read_refit
 from omnibal.cost.source import CostSource
@@ -46,6 +47,7 @@ from omnibal.packing.balance_metrics import milestones, seen_by_step
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
 from omnibal.packing.portions import FIRST_PORTION, PortionedSamples, PortionPlace
 from omnibal.packing.steps import steps_of
+from omnibal.pipeline.workload import Workload
 
 # Search effort for micro-batch order in later portions: half the changes find 90 % of the gain.
 _LATER_EFFORT = 0.5
@@ -69,6 +71,16 @@ class PlanFiles:
                 "the plan has neither data nor shapes, so no steps; give a plan of `omnibal plan`"
             )
         return self.data
+
+    @property
+    def workload(self) -> Workload:
+        """Return the features of all micro-batches. Raise UserError if `data` is None."""
+        return self.job.workload(*self.steps, self.plan.pack_levels)
+
+    @property
+    def cost(self) -> CostModel:
+        """Unit costs of all levels side by side."""
+        return self.job.cost_of_all(self.plan.pack_levels)
 
 
 def hash_steps(directory: Path, steps: int) -> str | None:

@@ -8,16 +8,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from omnibal.base.errors import UserError
 from omnibal.base.printable import printable
-from omnibal.data.lengths import Lengths
 from omnibal.job import runlog
 from omnibal.job.fake_replay import FAKE_REPLAY_FILES, FakeStage, is_fake_replay, read_fake_stages
-from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.replay import INFO_FILE, ReplaySummary, read_replay
 from omnibal.packing.balance_metrics import measure_packs
 from omnibal.packing.pack_bound import naive_lower_bound
-from omnibal.packing.packs import ScheduledPacks
 from omnibal.report import plan_tables
 from omnibal.report.cards import headline_cards
 from omnibal.report.figures import curve_figure, split_figure
@@ -34,9 +31,7 @@ _SOURCES_SHOWN = 12  # rows before a table is longer than a screen
 class ReportInput:
     """Content of the page: a plan, and the replay and run of the same plan if given."""
 
-    plan: Plan
-    job: JobSpec
-    data: tuple[ScheduledPacks, Lengths] | None  # full packs if of shapes; None without either
+    files: PlanFiles
     replay: ReplaySummary | None
     fake_stages: tuple[FakeStage, ...]  # stages replayed on fake devices so far
     records: list[runlog.StepRecord]
@@ -44,6 +39,10 @@ class ReportInput:
     run: RunSummary | None
     evaluation: runlog.Evaluation | None
     time: StepTime | None  # a step's time by cause, or None if neither predicted nor measured
+
+    @property
+    def plan(self) -> Plan:
+        return self.files.plan
 
     @property
     def memory_sources(self) -> tuple[Plan, RunSummary | None, ReplaySummary | None]:
@@ -55,13 +54,12 @@ def write_report(
     files: PlanFiles, run_directory: Path | None, output: Path, replay_directory: Path | None = None
 ) -> ReportInput:
     """Write and return the report of a plan, with its run and replay. UserError if of another."""
-    plan, job, data = files.plan, files.job, files.data
-    records: list[runlog.StepRecord] = []
+    plan, records = files.plan, list[runlog.StepRecord]()
     run, causes = None, {}
     if run_directory is not None:
         info, records = _read_plan_run(plan, run_directory)
         run = summarise_run(records, plan.parallel.world_size, info.provider)
-        causes = split_measured_step(plan, job, data, run, records)
+        causes = split_measured_step(files, run, records)
     replay = None
     fake_stages: tuple[FakeStage, ...] = ()
     if replay_directory is not None and is_fake_replay(replay_directory):
@@ -70,14 +68,11 @@ def write_report(
     if replay_directory is not None and (
         not is_fake_replay(replay_directory) or (replay_directory / INFO_FILE).exists()
     ):
-        if data is None:
+        if files.data is None:
             raise UserError(f"a plan without steps has no replay: give that of {replay_directory}")
-        cost, workload = job.cost_of_all(plan.pack_levels), job.workload(*data, plan.pack_levels)
-        replay = read_replay(replay_directory, plan, cost, workload)
+        replay = read_replay(replay_directory, plan, files.cost, files.workload)
     report = ReportInput(
-        plan=plan,
-        job=job,
-        data=data,
+        files=files,
         replay=replay,
         fake_stages=fake_stages,
         records=records,
@@ -133,7 +128,7 @@ def _variables(report: ReportInput) -> dict[str, Any]:
         "cards": headline_cards(plan, run, replay, report.records),
         "split": split_figure(plan),
         "stages": plan_tables.stages_table(plan, run, replay),
-        "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
+        "timeline": timeline_figure(report.files) if report.files.data else "",
         "memory": plan_tables.peak_table(*report.memory_sources),
         "fake": fake_device_table(plan, report.fake_stages) if report.fake_stages else None,
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
@@ -154,12 +149,12 @@ def _variables(report: ReportInput) -> dict[str, Any]:
             curve_figure("Loss", records, losses, "loss per token", held_out=held_out),
             curve_figure("Step time", records, step_ms, "ms", predicted=predicted, from_zero=True),
         )
-    if plan.data is not None and report.data is not None:
-        packs, lengths = report.data
+    if plan.data is not None and report.files.data is not None:
+        packs, lengths = report.files.data
         bound, dp = naive_lower_bound(lengths, plan.data.caps), plan.parallel.data
         metrics = measure_packs(packs, lengths, plan.pack_levels, dp, packs.tokens, bound)
         variables |= {
             "packing": plan_tables.packing_facts(metrics, "tokens", plan.data),
-            "sources": plan_tables.sources_table(lengths, most=_SOURCES_SHOWN),
+            "sources": plan_tables.sources_table(lengths.statistics_by_source(_SOURCES_SHOWN)),
         }
     return variables

@@ -4,9 +4,6 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
-from omnibal.data.lengths import Lengths
 from omnibal.job.plan import DataPlan, MixtureSeen, Plan
 from omnibal.job.published_errors import errors_of_plan
 from omnibal.job.replay import ReplaySummary
@@ -283,42 +280,19 @@ def _hash_mark(value: str) -> Marked:
     return Marked(f"sha256 {value}", "code")
 
 
-def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
-    """Return samples in mask `rows`: count, and mean and max lengths (None without samples)."""
-    statistics: dict[str, float | None] = {"samples": int(rows.sum())}
-    for name in (*lengths.item_names, "tokens"):
-        values = lengths.column(name)[rows]
-        statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
-        statistics[f"{name}_max"] = int(values.max()) if len(values) else None
-    return statistics
+def sources_table(statistics: Sequence[Mapping[str, Any]]) -> Table:
+    """Return counts, mean and max lengths of samples by source, and of all, the last entry."""
+    quantities = [name for name in statistics[0] if name not in ("source", "samples")]
+    digits = {"max": 0, "mean": 2}
 
-
-def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
-    return [
-        {"source": name, **length_statistics(lengths, lengths.source == code)}
-        for code, name in enumerate(lengths.source_names)
-    ]
-
-
-def sources_table(lengths: Lengths, most: int | None = None) -> Table:
-    """Return counts, mean and max lengths of samples by source (`most` largest, rest), and all."""
-    features, codes = (*lengths.item_names, "tokens"), np.arange(len(lengths.source_names))
-    if most is not None:
-        codes = np.argsort(-np.bincount(lengths.source, minlength=len(codes)), kind="stable")
-    groups = [(lengths.source_names[code], codes[i : i + 1]) for i, code in enumerate(codes[:most])]
-    others = codes[len(groups) :]
-    groups += [(f"{len(others)} smaller sources", others)] if len(others) else []
-
-    def row(name: str, codes: np.ndarray) -> list[str]:
-        statistics = length_statistics(lengths, np.isin(lengths.source, codes))
-        cells = [name, f"{statistics['samples']:,.0f}"]
-        for feature in features:
-            for quantity, digits in (("mean", 1 if feature == "tokens" else 2), ("max", 0)):
-                value = statistics[f"{feature}_{quantity}"]
-                cells.append("-" if value is None else f"{value:,.{digits}f}")
+    def row(entry: Mapping[str, Any]) -> list[str]:
+        cells = [entry["source"], f"{entry['samples']:,}"]
+        for name in quantities:
+            places = 1 if name == "tokens_mean" else digits[name.rpartition("_")[2]]
+            cells.append("-" if entry[name] is None else f"{entry[name]:,.{places}f}")
         return cells
 
-    rows = [row(*group) for group in groups]
-    titles = [f"{feature} {quantity}" for feature in features for quantity in ("mean", "max")]
+    *sources, all_samples = map(row, statistics)
+    titles = [" ".join(name.rsplit("_", 1)) for name in quantities]
     source = Column(title="source", style="wrap")
-    return Table.of_rows("Sample lengths", [source, "samples", *titles], rows, [row("all", codes)])
+    return Table.of_rows("Sample lengths", [source, "samples", *titles], sources, [all_samples])

@@ -5,12 +5,10 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from omnibal.data.lengths import Lengths
-from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
+from omnibal.job.plan_files import PlanFiles
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import StepRecord
-from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoder_loads import EncoderWaits
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
@@ -184,23 +182,20 @@ def explain_causes(plan: Plan, run: RunSummary | None) -> dict[str, tuple[str, s
 
 
 def split_measured_step(
-    plan: Plan,
-    job: JobSpec,
-    data: tuple[ScheduledPacks, Lengths] | None,
-    run: RunSummary,
-    records: Sequence[StepRecord],
+    files: PlanFiles, run: RunSummary, records: Sequence[StepRecord]
 ) -> dict[str, float]:
-    """Return ms by cause of a run's median step, or {} if `data` is None or lacks its steps.
+    """Return ms by cause of a run's median step, or {} if the plan's data lack its steps.
 
     Steps between the quartiles of time are simulated with predicted passes scaled to each stage's
     measured times. Weight updates and waits for data are medians; other waits are the remainder.
     """
-    if data is None:
+    if files.data is None:
         return {}
+    plan, cost = files.plan, files.cost
     step_ms = np.array([record.step_ms for record in records])
     low, high = np.percentile(step_ms, [25, 75])  # without checkpoints, warm-up and stragglers
     usual = {record.step: record for record in records if low <= record.step_ms <= high}
-    workload = job.workload(*data, plan.pack_levels).of_steps([*usual])
+    workload = files.workload.of_steps([*usual])
     workload = workload.some_steps(_SIMULATED_STEPS)
     number, step = np.unique(workload.step, return_inverse=True)
     if not len(number):
@@ -210,7 +205,7 @@ def split_measured_step(
         name: np.array([[vars(stage)[name] for stage in usual[n].stages] for n in number])
         for name in StageTime._fields
     }
-    cost, parts_of = job.cost_of_all(plan.pack_levels), plan.schedule.parts_of(len(plan.stages))
+    parts_of = plan.schedule.parts_of(len(plan.stages))
     causes = causes_of(cost, plan.stages_at_levels, workload)
 
     def factor(name: str, predicted_ms: np.ndarray) -> np.ndarray:

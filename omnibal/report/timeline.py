@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from omnibal.data.lengths import Lengths
-from omnibal.job.job import JobSpec
-from omnibal.job.plan import Plan
-from omnibal.packing.packs import ScheduledPacks
+from omnibal.job.plan_files import PlanFiles
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import EncoderBlock, Timeline, encoder_blocks, simulate_ranks
 from omnibal.pipeline.stage_cost import workload_times
@@ -35,12 +32,9 @@ _NUMBER: dict[str, Any] = {
 
 
 @style()
-def timeline_figure(
-    plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths
-) -> PageFigure:
+def timeline_figure(files: PlanFiles) -> PageFigure:
     """Return a figure of a simulated representative step of the first data-parallel rank."""
-    cost = job.cost_of_all(plan.pack_levels)
-    workload = job.workload(packs, lengths, plan.pack_levels)
+    plan, cost, workload = files.plan, files.cost, files.workload
     times = workload_times(cost, plan.stages_at_levels, workload)
     step = representative_step(workload, (times.forward_ms + times.backward_ms).sum(axis=1))
     workload = workload.of_steps([step])

@@ -135,23 +135,27 @@ def test_imports_go_down_only():
     assert cycle(import_graph()) == []
 
 
+def test_the_table_allows_only_what_is_imported():
+    """Prevents rows that allow more than there is, and rooms that all import each other."""
+    used: dict[str, set[str]] = {name: set() for name in LAYERS}
+    for module in import_graph().keys() - UNRANKED:
+        used[layer_of(module)] |= set(map(layer_of, import_graph()[module] - UNRANKED))
+    allowed = {name: layer.may_import for name, layer in LAYERS.items()}
+    assert allowed == {name: names - {name} for name, names in used.items()}
+    planner = [name for name, layer in LAYERS.items() if layer.places[0].startswith("omnibal/")]
+    assert sum(len(allowed[name]) for name in planner) <= 60
+
+
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
         ("omnibal/packing/pack_bound.py", "omnibal/job/plan.py"),
-        ("omnibal/packing/packing.py", "omnibal/cost/model.py"),
         ("omnibal/cost/analytic.py", "omnibal/pipeline/unit_runs.py"),
-        ("omnibal/pipeline/simulate.py", "omnibal/job/planner.py"),
-        ("omnibal/job/planner.py", "omnibal/report/page.py"),
-        ("omnibal/job/check.py", "omnibal/cli/plan_command.py"),
         ("omnibal/job/planner.py", "megatron/vlm/step/train.py"),
         ("megatron/vlm/measure/stage_replay.py", "omnibal/report/page.py"),
-        ("omnibal/model/config.py", "omnibal/data/tiling.py"),
         ("omnibal/job/check.py", "omnibal/search/feasible.py"),
         ("megatron/vlm/inputs/batch.py", "megatron/vlm/model/stage.py"),
-        ("megatron/vlm/model/stage.py", "megatron/vlm/step/schedule.py"),
         ("megatron/vlm/checkpoint/save_load.py", "megatron/vlm/step/train.py"),
-        ("megatron/vlm/run/loop.py", "megatron/vlm/measure/profiler.py"),
     ],
 )
 def test_an_arrow_that_goes_up_is_found(module, imported):

@@ -312,14 +312,14 @@ def test_step_time_by_cause_is_that_of_the_log(folder, page):
     """Prevents a split of the measured step that loses time, or scales the wrong stage."""
     files = files_of(folder / "plan")
     run = summarise_run(RECORDS, 4, None)
-    causes = split_measured_step(files.plan, files.job, files.data, run, RECORDS)
+    causes = split_measured_step(files, run, RECORDS)
     assert sum(causes.values()) == pytest.approx(run.step_ms)
     assert causes["weight update"] == pytest.approx(0.02 * run.step_ms - 1.75, rel=0.05)
     assert causes["reading"] == pytest.approx(0.004 * run.step_ms, rel=0.05)
     # Without recomputation: forward and backward of both stages, 1 and 2.2 times a share.
     kept = tuple(stage.model_copy(update={"recompute": ()}) for stage in STAGES)
     plan = files.plan.model_copy(update={"stages": kept})
-    of_kept = split_measured_step(plan, files.job, files.data, run, RECORDS)
+    of_kept = split_measured_step(replace(files, plan=plan), run, RECORDS)
     needed_ms = 3.2 * (0.225 + 0.2475) / 2 * run.step_ms
     assert of_kept["ideal"] == pytest.approx(needed_ms, rel=0.01) and not of_kept["recompute"]
     assert causes["ideal"] < of_kept["ideal"] and causes["recompute"] > 0
@@ -395,7 +395,7 @@ def test_terminal_and_page_show_the_same_cells(folder, page):
     tables = {
         "Memory": peak_table(read_plan(folder / "plan")),
         "Held-out answers": accuracy_table(make_evaluation("[bold]third[/bold] kind")),
-        "Data": sources_table(LENGTHS, most=12),
+        "Data": sources_table(LENGTHS.statistics_by_source(12)),
     }
     for heading, table in tables.items():
         console = Console(width=100, file=StringIO())
@@ -431,7 +431,8 @@ def test_split_draws_every_layer_once_and_hatches_recomputed(folder):
 
 def test_sources_and_fill_are_those_of_the_data(page):
     """Prevents a mean of another source than the row names, and fill of other packs."""
-    rows = [row for section in sources_table(LENGTHS, most=2).sections for row in section]
+    table = sources_table(LENGTHS.statistics_by_source(2))
+    rows = [row for section in table.sections for row in section]
     order = np.argsort(-np.bincount(LENGTHS.source))
     names = [*(LENGTHS.source_names[i] for i in order[:2]), "1 smaller sources", "all"]
     assert [row[0] for row in rows] == names
@@ -456,7 +457,7 @@ def test_page_needs_nothing_else(page):
 def test_timeline_draws_every_pass_of_the_simulated_step(folder):
     """Prevents missing passes, overlapping passes on a stage, or another time scale."""
     files = files_of(folder / "plan")
-    figure = timeline_figure(files.plan, files.job, PACKS, LENGTHS)
+    figure = timeline_figure(files)
     cost = analytic_cost(files.plan.model, files.plan.cluster, files.plan.parallel, "fp32")
     times = stage_times(cost, STAGES, pack_features(PACKS.packs, LENGTHS, cost.features))
     number = int(re.search(r"Step (\d+) as simulated", figure.title)[1])
