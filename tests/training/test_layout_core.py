@@ -14,9 +14,16 @@ from omnibal.base.errors import UserError
 from omnibal.model.config import ModelConfig, load_model, preset_names
 from omnibal.model.units import projector_unit
 from omnibal.pipeline.stage_units import Stage
-from omnibal.trainers.export.layout import EMBEDDING, PPLayout, layout_of, parse_layout, split_flags
+from omnibal.trainers.export.layout import (
+    LAYOUT_WORDS,
+    PPLayout,
+    layout_of,
+    parse_layout,
+    split_flags,
+)
 
-Chunks = tuple[tuple[str, ...], ...]
+Chunks = tuple[str, ...]  # letters of every chunk
+LETTERS = {word: letter for letter, word in LAYOUT_WORDS.items()} | {"encoder": "e"}
 
 
 def core_chunks(layout: str | list, pipeline: int) -> Chunks | None:
@@ -26,14 +33,17 @@ def core_chunks(layout: str | list, pipeline: int) -> Chunks | None:
     except AssertionError:
         return None
     by_turn = zip(*read.layout, strict=True)
-    return tuple(tuple(unit.name for unit in chunk) for turn in by_turn for chunk in turn)
+    return tuple(
+        "".join(LETTERS[unit.name] for unit in chunk) for turn in by_turn for chunk in turn
+    )
 
 
 def our_chunks(layout: str | list, pipeline: int) -> Chunks | None:
     try:
-        return parse_layout(layout, pipeline).chunks
+        chunks = parse_layout(layout, pipeline).chunks
     except UserError:
         return None
+    return None if len(chunks) % pipeline else chunks
 
 
 def random_stages(model: ModelConfig, pipeline: int, rng: random.Random) -> tuple[Stage, ...]:
@@ -63,7 +73,7 @@ def test_every_preset_is_written_as_core_reads_it(seed):
             stages = random_stages(model, pipeline * turns, rng)
             layout = layout_of(stages, model.language.prediction_layers, turns)
             assert layout.virtual == turns
-            lists = [list(chunk) for chunk in layout.chunks]
+            lists = [[LAYOUT_WORDS[letter] for letter in chunk] for chunk in layout.chunks]
             for written in (layout.text, layout.short_text, lists):
                 assert core_chunks(written, pipeline) == layout.chunks
                 assert parse_layout(written, pipeline) == layout
@@ -99,8 +109,6 @@ LISTS = (
     [["embedding", "t"], ["loss"]],
     [[], ["embedding", "loss"]],
     [["embedding"], ["decoder"], ["loss"]],
-    [[1], ["loss"]],
-    ["embedding", "loss"],
 )
 
 
@@ -118,7 +126,7 @@ def test_chunks_of_a_stage_are_those_of_core():
     read = PipelineParallelLayerLayout(text, 3)
     assert layout.virtual == read.virtual_pipeline_model_parallel_size == 2
     for stage in range(3):
-        held = tuple(tuple(unit.name for unit in chunk) for chunk in read.layout[stage])
+        held = tuple("".join(LETTERS[unit.name] for unit in part) for part in read.layout[stage])
         assert layout.chunks[stage::3] == held
     assert layout.layers == (6, 2, 4)
     assert layout.place(4) == "chunk 1 of stage 1"
@@ -138,17 +146,16 @@ def test_the_shortest_flags_that_express_a_split():
     """Prevents a layout if shorter flags suffice, and shorter flags for another split."""
 
     def flags(*layers: int) -> dict[str, str]:
-        chunks = [["decoder"] * count for count in layers]
-        chunks[0].insert(0, EMBEDDING)
-        chunks[-1].append("loss")
-        return split_flags(PPLayout(pipeline=len(layers), chunks=tuple(map(tuple, chunks))))
+        chunks = ["t" * count for count in layers]
+        chunks[0], chunks[-1] = "E" + chunks[0], chunks[-1] + "L"
+        return split_flags(PPLayout(pipeline=len(layers), chunks=tuple(chunks)))
 
     assert flags(7) == flags(4, 4, 4) == {}
     assert flags(3, 5) == {FIRST: "3", LAST: "5"}
     assert flags(3, 6, 6, 4) == {FIRST: "3", LAST: "4"}
     assert flags(3, 6, 5, 4) == {LAYOUT: "Et*3|t*6|t*5|t*4L"}
     assert flags(0, 5) == {LAYOUT: "E|t*5L"}
-    even = PPLayout(pipeline=2, chunks=(("embedding", "decoder"), *[("decoder",)] * 2, ("loss",)))
+    even = PPLayout(pipeline=2, chunks=("Et", "t", "t", "L"))
     assert split_flags(even) == {LAYOUT: "Et|t|t|L"}
 
 
@@ -188,11 +195,10 @@ def test_core_builds_the_layers_of_the_flags():
 
 
 def test_errors_name_the_place():
-    """Prevents an error that does not name the wrong letter, chunk or number of stages."""
+    """Prevents an error that does not name the wrong letter, chunk or word."""
     for layout, pipeline, message in (
         ("Ett|txt|L", 1, "'x' in chunk 1, 'txt'"),
-        ("Ett|t|L", 2, "3 chunks for 2 stages"),
-        ([["embedding"], ["layer", "loss"]], 2, "chunk 1 of the layout has 'layer'"),
+        ([["embedding"], ["layer", "loss"]], 2, "the layout has the word 'layer'"),
         ("Et*999999999|L", 2, "999,999,999 letters"),
         ("t*" + "9" * 4_999, 1, "5,001 letters"),
     ):

@@ -15,14 +15,14 @@ from omnibal.base.errors import UserError
 from omnibal.model.units import HEAD, LANGUAGE
 from omnibal.pipeline.stage_units import Stage
 
-EMBEDDING, DECODER, PREDICTION, LOSS, ENCODER = "embedding", "decoder", "mtp", "loss", "encoder"
-_UNIT_OF_LETTER = {"E": EMBEDDING, "t": DECODER, "m": PREDICTION, "L": LOSS}
-_LETTER_OF_UNIT = {word: letter for letter, word in _UNIT_OF_LETTER.items()}
+EMBEDDING, DECODER, PREDICTION, LOSS = LETTERS = "EtmL"
+ENCODER = "e"  # only in lists of words
+# Core's word for each letter, in layouts written as lists.
+LAYOUT_WORDS = {EMBEDDING: "embedding", DECODER: "decoder", PREDICTION: "mtp", LOSS: "loss"}
+_LETTER_OF_WORD = {word: letter for letter, word in LAYOUT_WORDS.items()} | {"encoder": ENCODER}
 _GROUP, _ONE = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
 # Letters as given and expanded, far above any model's layers: repeats multiply.
-_MAX_LAYOUT_LETTERS, _MAX_LAYOUT_UNITS = 4_000, 100_000
-
-Chunk = tuple[str, ...]  # units of a chunk by word, such as "decoder", in model order
+_MAX_GIVEN, _MAX_EXPANDED = 4_000, 100_000
 
 
 class LayoutError(UserError):
@@ -41,15 +41,16 @@ class PPLayout:
     """Units of every chunk of every stage."""
 
     pipeline: int  # number of stages
-    chunks: tuple[Chunk, ...]  # in model order: i is chunk i // pipeline of stage i % pipeline
+    # Letters of every chunk, in model order: i is chunk i // pipeline of stage i % pipeline.
+    chunks: tuple[str, ...]
 
     @property
     def virtual(self) -> int:  # chunks per stage
         return len(self.chunks) // self.pipeline
 
     @property
-    def units(self) -> Chunk:
-        return tuple(word for chunk in self.chunks for word in chunk)
+    def units(self) -> str:
+        return "".join(self.chunks)
 
     @property
     def layers_by_chunk(self) -> tuple[tuple[int, ...], ...]:
@@ -69,7 +70,7 @@ class PPLayout:
     @property
     def text(self) -> str:
         """PPLayout string with a letter per layer."""
-        return "|".join("".join(_LETTER_OF_UNIT[word] for word in chunk) for chunk in self.chunks)
+        return "|".join(self.chunks)
 
     @property
     def short_text(self) -> str:
@@ -104,13 +105,13 @@ def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) 
     first = "language embed"
     if not stages[0].holds(first):
         raise UserError("stage 0 does not hold the language embed: put all encoders there")
-    words = [
-        (EMBEDDING,) * stage.holds(first)
-        + (DECODER,) * len(stage.layers(LANGUAGE))
-        + ((PREDICTION,) * prediction_layers + (LOSS,)) * stage.holds(HEAD)
+    letters = [
+        EMBEDDING * stage.holds(first)
+        + DECODER * len(stage.layers(LANGUAGE))
+        + (PREDICTION * prediction_layers + LOSS) * stage.holds(HEAD)
         for stage in stages
     ]
-    return PPLayout(pipeline=len(stages) // chunks, chunks=tuple(words))
+    return PPLayout(pipeline=len(stages) // chunks, chunks=tuple(letters))
 
 
 def split_flags(layout: PPLayout) -> dict[str, str]:
@@ -154,63 +155,51 @@ def all_or_none(stages: Sequence[Stage], tower: str) -> bool | None:
 
 
 def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> PPLayout:
-    """Parse a layout as Megatron-core does, apart from any model. Raises LayoutError."""
-    chunks = _parse_letters(given) if isinstance(given, str) else _parse_words(given)
-    if len(chunks) % pipeline:
-        raise LayoutError(
-            f"the layout has {len(chunks)} chunks for {pipeline} stages of equally many",
-            f"write a multiple of {pipeline} chunks",
-        )
-    return PPLayout(pipeline=pipeline, chunks=chunks)
+    """Parse a layout as Megatron-core does, apart from any model. Raises LayoutError.
+
+    Whether the chunks are a multiple of the stages is not checked.
+    """
+    chunks = _parse_letters(given) if isinstance(given, str) else [*map(_parse_words, given)]
+    return PPLayout(pipeline=pipeline, chunks=tuple(chunks))
 
 
-def _parse_letters(text: str) -> tuple[Chunk, ...]:
-    """Return the words of a layout string's chunks."""
-    if len(text) > _MAX_LAYOUT_LETTERS:
+def _parse_letters(text: str) -> list[str]:
+    """Return the chunks of a layout string."""
+    if len(text) > _MAX_GIVEN:
         raise LayoutError(
             f"the layout {_shorten(text)} has {len(text):,} letters",
-            f"write at most {_MAX_LAYOUT_LETTERS:,}, with equal layers as t*3",
+            f"write at most {_MAX_GIVEN:,}, with equal layers as t*3",
         )
     # As in core's parser: groups expand first and cannot nest, and commas are ignored.
     chunks = _expand(_ONE, _expand(_GROUP, text.replace(",", ""))).split("|")
     for number, chunk in enumerate(chunks):
-        wrong = next((letter for letter in chunk if letter not in _UNIT_OF_LETTER), None)
-        if wrong is not None:
+        wrong = chunk.lstrip(LETTERS)[:1]
+        if wrong:
             raise LayoutError(
                 f"the layout {_shorten(text)} has {wrong!r} in chunk {number}, {_shorten(chunk)}",
                 "use only E, t, m, L and |, repeated as x*3 or (xy)*3, without blanks or nesting",
             )
-    return tuple(tuple(_UNIT_OF_LETTER[letter] for letter in chunk) for chunk in chunks)
+    return chunks
 
 
 def _expand(pattern: re.Pattern[str], text: str) -> str:
     # Counted before expansion, so that x*999999999 takes no memory.
     size = sum(len(match[1]) * int(match[2]) for match in pattern.finditer(text))
-    if size > _MAX_LAYOUT_UNITS:
+    if size > _MAX_EXPANDED:
         raise LayoutError(
             f"the layout {_shorten(text)} has {size:,} letters when it is expanded",
-            f"a model has at most {_MAX_LAYOUT_UNITS:,}: correct its repeats",
+            f"a model has at most {_MAX_EXPANDED:,}: correct its repeats",
         )
     return pattern.sub(lambda match: match[1] * int(match[2]), text)
 
 
-def _parse_words(lists: Sequence[Sequence[str]]) -> tuple[Chunk, ...]:
-    chunks, known = [], (*_LETTER_OF_UNIT, ENCODER)
-    for number, given in enumerate(lists):
-        if isinstance(given, str) or not all(isinstance(word, str) for word in given):
-            raise LayoutError(
-                f"chunk {number} of the layout is {_shorten(str(given))}",
-                f"each must be a list of words, of {', '.join(known)}",
-            )
-        words = tuple(word.strip().lower() for word in given)
-        wrong = next((word for word in words if word not in known), None)
-        if wrong is not None:
-            raise LayoutError(
-                f"chunk {number} of the layout has {wrong!r}",
-                f"its words may be {', '.join(known)}",
-            )
-        chunks.append(words)
-    return tuple(chunks)
+def _parse_words(words: Sequence[str]) -> str:
+    """Return the letters of a chunk given as words."""
+    try:
+        return "".join(_LETTER_OF_WORD[word.strip().lower()] for word in words)
+    except KeyError as error:
+        known = ", ".join(_LETTER_OF_WORD)
+        raise LayoutError(f"the layout has the word {error}", f"use {known}") from error
 
 
 def _shorten(text: str) -> str:

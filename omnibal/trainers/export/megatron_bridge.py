@@ -11,7 +11,7 @@ from omnibal.model.units import LANGUAGE
 from omnibal.trainers.export import megatron_flags as core
 from omnibal.trainers.export.energon import energon_files, energon_notes, without_packs
 from omnibal.trainers.export.exported import Exported, ExportInput
-from omnibal.trainers.export.layout import PPLayout
+from omnibal.trainers.export.layout import LAYOUT_WORDS, PPLayout
 
 _RUNNER = 'scripts/training/run_recipe.py --recipe "$RECIPE"'
 # Overrides by shell variables, which the plan does not decide. Paths are quoted for Hydra.
@@ -112,7 +112,7 @@ def _override_words(values: Mapping[str, Any]) -> list[str]:
 
 def _recipe_statements(values: Mapping[str, Any], layout: PPLayout) -> str:
     lines = [f"cfg.{name} = {value!r}" for name, value in values.items()]
-    lists = [f"    {list(chunk)!r}," for chunk in layout.chunks]
+    lists = [f"    {[LAYOUT_WORDS[unit] for unit in chunk]}," for chunk in layout.chunks]
     return "\n".join(
         [
             "# in a recipe, whose ConfigContainer is cfg",

@@ -164,15 +164,18 @@ class LaunchLine:
     @cached_property
     def layout(self) -> PPLayout | LayoutError | None:
         """The parsed layout, its error, or None without a layout."""
-        if self.launch.layout is None:
-            return None
+        given = self.launch.layout
         try:
-            layout = parse_layout(self.launch.layout, 1)
+            return None if given is None else parse_layout(given, self.launch.pipeline)
         except LayoutError as error:
             return error
-        # One stage if chunks do not divide: a rule reports that.
-        chunks, stages = layout.chunks, self.launch.pipeline
-        return layout if len(chunks) % stages else PPLayout(pipeline=stages, chunks=chunks)
+
+    @property
+    def valid_layout(self) -> PPLayout | None:
+        """The layout if it parses, with equally many chunks on every stage."""
+        layout = self.layout
+        is_valid = isinstance(layout, PPLayout) and not len(layout.chunks) % layout.pipeline
+        return layout if isinstance(layout, PPLayout) and is_valid else None
 
     @property
     def layers_to_split(self) -> int:
@@ -190,12 +193,11 @@ class LaunchLine:
     @property
     def virtual(self) -> int | None:
         """Chunks per stage, or None for one or an unknown number."""
-        launch, stages = self.launch, self.launch.pipeline
-        chunks = launch.virtual
+        launch, chunks = self.launch, self.launch.virtual
         if isinstance(self.layout, PPLayout):
-            chunks = self.layout.virtual if self.layout.pipeline == stages else None
+            chunks = self.valid_layout and self.valid_layout.virtual
         elif launch.layers_per_virtual_stage is not None:
-            chunks = self.layers_to_split // stages // launch.layers_per_virtual_stage
+            chunks = self.layers_to_split // launch.pipeline // launch.layers_per_virtual_stage
         return chunks if chunks is not None and chunks > 1 else None
 
     @property

@@ -331,13 +331,6 @@ def one_chunk(line: LaunchLine) -> Problems:
         yield "one chunk of every stage", "leave it out"
 
 
-def _valid_layout(line: LaunchLine) -> PPLayout | None:
-    """Return the layout if it parses and its chunks are a multiple of the stages, else None."""
-    layout = line.layout
-    is_valid = isinstance(layout, PPLayout) and layout.pipeline == line.launch.pipeline
-    return layout if isinstance(layout, PPLayout) and is_valid else None
-
-
 @rule(f"{_LAYOUT}:282-321, {CORE}")
 def layout_form(line: LaunchLine) -> Problems:
     """A layout must be in Megatron's form."""
@@ -348,10 +341,9 @@ def layout_form(line: LaunchLine) -> Problems:
 @rule(f"{_LAYOUT}:40, {CORE}")
 def layout_divides_stages(line: LaunchLine) -> Problems:
     """The chunks of a layout must be a multiple of the stages."""
-    layout, stages = line.layout, line.launch.pipeline
-    if not isinstance(layout, PPLayout) or len(layout.chunks) % stages == 0:
+    if not isinstance(line.layout, PPLayout) or line.valid_layout is not None:
         return
-    chunks = len(layout.chunks)
+    chunks, stages = len(line.layout.chunks), line.launch.pipeline
     possible = [
         f"PP {chunks // size}" + (f" with {size} chunks a stage" if size > 1 else "")
         for size in range(1, 9)
@@ -364,7 +356,7 @@ def layout_divides_stages(line: LaunchLine) -> Problems:
 @core_config("1344", launchers=MEGATRON - {Launcher.MS_SWIFT})
 def layout_chunks(line: LaunchLine) -> Problems:
     """A layout's chunks per stage must be the virtual pipeline size."""
-    layout, given = _valid_layout(line), line.launch.virtual
+    layout, given = line.valid_layout, line.launch.virtual
     if layout is not None and given is not None and given != layout.virtual:
         chunks = f"the layout has {layout.virtual} chunks for each of {layout.pipeline} stages"
         yield f"{chunks}, and the virtual pipeline size is {given}", "leave the size out"
@@ -373,8 +365,8 @@ def layout_chunks(line: LaunchLine) -> Problems:
 @rule(f"megatron_args.py:1096-1117, {SWIFT}", severity="ignored", launchers={Launcher.MS_SWIFT})
 def layout_over_virtual_size(line: LaunchLine) -> Problems:
     """A layout overrides the virtual pipeline size."""
-    layout, given = line.layout, line.launch.virtual
-    if isinstance(layout, PPLayout) and given is not None and given != layout.virtual:
+    layout, given = line.valid_layout, line.launch.virtual
+    if layout is not None and given is not None and given != layout.virtual:
         chunks = f"the layout has {layout.virtual} chunks a stage"
         yield f"{chunks} and the virtual pipeline size is {given}", "leave the size out"
 
@@ -397,12 +389,12 @@ def layout_alone(line: LaunchLine) -> Problems:
 @rule(f"{_LAYOUT}:94-105, {CORE}")
 def layout_ends(line: LaunchLine) -> Problems:
     """A layout must begin with its only embedding and end with its only loss."""
-    layout = _valid_layout(line)
+    layout = line.valid_layout
     if layout is None:
         return
     units = layout.units
     embeddings, losses = units.count(EMBEDDING), units.count(LOSS)
-    if (units[:1], units[-1:], embeddings, losses) != ((EMBEDDING,), (LOSS,), 1, 1):
+    if (units[:1], units[-1:], embeddings, losses) != (EMBEDDING, LOSS, 1, 1):
         shown = "" if ENCODER in units or not layout.short_text else f" {layout.short_text}"
         given = f"the layout{shown} has {embeddings} embeddings and {losses} losses"
         yield given, "begin it with E and end it with L"
@@ -411,7 +403,7 @@ def layout_ends(line: LaunchLine) -> Problems:
 @rule(f"{_LAYOUT}:106, {CORE}")
 def layout_layers(line: LaunchLine) -> Problems:
     """A layout must have all layers of the model."""
-    layout, layers = _valid_layout(line), line.sizes.layers
+    layout, layers = line.valid_layout, line.sizes.layers
     if layout is not None and (count := layout.units.count(DECODER)) != layers:
         change = f"add {layers - count}" if layers > count else f"remove {count - layers}"
         yield f"the layout has {count} layers (t), the model {layers}", change
@@ -420,7 +412,7 @@ def layout_layers(line: LaunchLine) -> Problems:
 @rule(f"{_LAYOUT}:111, {CORE}")
 def layout_prediction_layers(line: LaunchLine) -> Problems:
     """Layers of multi-token prediction must be equal in layout and flags."""
-    layout, given = _valid_layout(line), line.launch.prediction_layers
+    layout, given = line.valid_layout, line.launch.prediction_layers
     if layout is None:
         return
     count, allowed = layout.units.count(PREDICTION), {given or 0}
@@ -435,10 +427,10 @@ def layout_prediction_layers(line: LaunchLine) -> Problems:
 @rule(f"{_LAYOUT}:116-135, {CORE}")
 def layout_prediction_place(line: LaunchLine) -> Problems:
     """Multi-token prediction must follow all layers, in the last chunk of one stage."""
-    layout = _valid_layout(line)
+    layout = line.valid_layout
     if layout is None or PREDICTION not in layout.units:
         return
-    if DECODER in layout.units[layout.units.index(PREDICTION) :]:
+    if DECODER in layout.units.partition(PREDICTION)[2]:
         yield "a layer (t) follows multi-token prediction (m)", "put m before L"
     held = [number for number, chunk in enumerate(layout.chunks) if PREDICTION in chunk]
     if len(held) > 1 or held[0] < (layout.virtual - 1) * layout.pipeline:
@@ -449,8 +441,7 @@ def layout_prediction_place(line: LaunchLine) -> Problems:
 @rule(f"{_LAYOUT}:147, {CORE}")
 def layout_encoders(line: LaunchLine) -> Problems:
     """A layout cannot place encoders."""
-    layout = _valid_layout(line)
-    if layout is not None and ENCODER in layout.units:
+    if line.valid_layout is not None and ENCODER in line.valid_layout.units:
         yield "the layout has encoder layers", "leave them out: they are on the first stage"
 
 
