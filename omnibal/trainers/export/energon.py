@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,7 +38,7 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
 
 def whole_steps(given: ExportInput) -> ScheduledPacks | None:
     """Return packs of all full steps, None for a plan of shapes only. Raise if no step is full."""
-    if given.order is None or given.full_steps is None:
+    if given.order is None:
         return None
     if not given.full_steps:
         raise UserError(
@@ -48,24 +47,19 @@ def whole_steps(given: ExportInput) -> ScheduledPacks | None:
     return given.order.take(np.arange(given.full_steps * given.packs_per_step))
 
 
-class _StoredSample(NamedTuple):
-    """Dataset, key and members of a sample in Energon's shards."""
+def _find_members(annotations: Annotations, index: int) -> tuple[str, str, dict[str, Path | None]]:
+    """Return the dataset, the key and the members of a sample in Energon's shards.
 
-    dataset: str
-    key: str
-    # Member names without the key, the record first. A path is a file to be stored, None stored.
-    parts: dict[str, Path | None]
-
-
-def _find_members(annotations: Annotations, index: int) -> _StoredSample:
+    Members are named without the key, the record first. A path is a file to be stored.
+    """
     shown, record = annotations[index].files, annotations.read_stored(index)
     parts: dict[str, Path | None] = {"json": None}
     if record.in_shard:
         parts |= {str(file.name).removeprefix(f"{record.name}."): None for file in shown}
-        return _StoredSample(f"{_SHARDED_DATASET}{annotations.source[index]}", record.name, parts)
+        return f"{_SHARDED_DATASET}{annotations.source[index]}", record.name, parts
     for number, file in enumerate(shown):
         parts[f"{number}{PurePath(file.path).suffix.lower()}"] = file.path.absolute()
-    return _StoredSample(_MADE_DATASET, f"{index:09}", parts)
+    return _MADE_DATASET, f"{index:09}", parts
 
 
 def energon_files(given: ExportInput) -> Mapping[str, Writer]:
@@ -142,11 +136,11 @@ def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) ->
     _, first = np.unique(numbers, return_index=True)  # in order of first use, for few seeks
     with path.open("w", encoding="utf-8") as file:
         for index in numbers[np.sort(first)].tolist():
-            sample = _find_members(annotations, index)
-            if sample.dataset == _MADE_DATASET:
+            dataset, key, parts = _find_members(annotations, index)
+            if dataset == _MADE_DATASET:
                 record = annotations.read_stored(index).content.decode().strip()
-                files = [(part, str(file)) for part, file in sample.parts.items() if file]
-                line = {"key": sample.key, "record": record, "files": files}
+                files = [(part, str(file)) for part, file in parts.items() if file]
+                line = {"key": key, "record": record, "files": files}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

@@ -58,7 +58,7 @@ class ExportInput:
         if self.order is None:
             assert self.plan.shapes is not None  # a plan has samples or shapes
             return self.plan.shapes.caps["tokens"]
-        return int(self.order.packs.sums(self.lengths.tokens).max())
+        return int(self.order.tokens.max())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

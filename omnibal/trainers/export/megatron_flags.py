@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
-
 from omnibal.job.plan import Plan
 from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.model.parallel import expert_counts
@@ -29,11 +27,9 @@ class Batch:
     def measure(cls, given: ExportInput) -> Self:
         """Return the length and mean fullness of packs in full steps. Raise if no step is full."""
         order, multiple = whole_steps(given), given.plan.token_multiple
-        tokens = np.array([given.longest_pack])
-        if order is not None:
-            tokens = order.packs.sums(given.lengths.tokens)
-        length = -(-int(tokens.max()) // multiple) * multiple
-        fullness = 1.0 if order is None else float(tokens.mean()) / length
+        longest = given.longest_pack if order is None else int(order.tokens.max())
+        length = -(-longest // multiple) * multiple
+        fullness = 1.0 if order is None else float(order.tokens.mean()) / length
         return cls(sequence_length=length, fullness=fullness)
 
     def padding_notes(self, reason: str) -> Iterator[str]:
@@ -81,20 +77,23 @@ def recomputed_encoders(plan: Plan) -> str:
     return ", ".join(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
 
 
+def without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are neither False nor None."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def as_flags(fields: Mapping[str, Any]) -> Flags:
     """Return fields as flags: True as a switch, False and None left out."""
     return {
         name.replace("_", "-"): None if value is True else str(value)
-        for name, value in fields.items()
-        if value
+        for name, value in without_defaults(fields).items()
     }
 
 
 def fp8_flags(plan: Plan) -> Flags:
     """Return FP8 settings as predicted, or nothing without FP8."""
-    if plan.precision != "fp8":
-        return {}
-    return {"fp8-format": FP8_FORMAT, "fp8-recipe": TRAINED_FP8.recipe}
+    flags = {"fp8-format": FP8_FORMAT, "fp8-recipe": TRAINED_FP8.recipe}
+    return flags if plan.precision == "fp8" else {}
 
 
 def flag_lines(flags: Flags) -> list[str]:

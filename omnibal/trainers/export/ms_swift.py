@@ -7,12 +7,13 @@ rank k modulo the ranks), swift/megatron/arguments/megatron_args.py (flags and t
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
 from omnibal.model.adapter_settings import ALL_LINEAR, AdapterConfig
 from omnibal.model.encoders import ImagesEncoder, TilesEncoder
-from omnibal.model.units import LANGUAGE
+from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.trainers.export import megatron_flags as core
 from omnibal.trainers.export.exported import Exported, ExportInput, Writer, script_file
 from omnibal.trainers.export.layout import all_or_none, split_flags
@@ -21,30 +22,30 @@ from omnibal.trainers.export.reading_order import sample_numbers
 
 _ROWS, _CHECK = "train.jsonl", "check_packs.py"
 _DEEPSTACK_NAME = "deepstack_merger"  # in names of deepstack projectors' parameters
-SwiftFlags = dict[str, str]  # values of flags by name without dashes
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}  # by the plan's precision
+SwiftFlags = dict[str, Any]  # values of flags by name without dashes; None is left out
 
 
 def export(given: ExportInput) -> Exported:
     """Return the ordered rows and the command of `megatron sft`."""
-    plan = given.plan
-    overlaps = _true_or_false(plan.parallel.data > 1)
+    plan, overlaps = given.plan, given.plan.parallel.data > 1
     flags = {
         **_data_flags(given),
-        **_spell_flags(core.as_flags(core.parallel_fields(plan))),
+        **core.without_defaults(core.parallel_fields(plan)),
         **_swift_layer_flags(plan),
         "attention_backend": "flash",
-        "micro_batch_size": "1",
-        "global_batch_size": str(given.packs_per_step),
-        **({} if given.full_steps is None else {"train_iters": str(given.full_steps)}),
-        "train_dataloader_shuffle": "false",
+        "micro_batch_size": 1,
+        "global_batch_size": given.packs_per_step,
+        "train_iters": given.full_steps,
+        "train_dataloader_shuffle": False,
         # As predicted: sharded state, fp32 gradients, overlapped reduction.
-        "use_distributed_optimizer": "true",
-        "accumulate_allreduce_grads_in_fp32": "true",
+        "use_distributed_optimizer": True,
+        "accumulate_allreduce_grads_in_fp32": True,
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps,
         **_frozen_flags(plan),
-        "torch_dtype": _torch_dtype(plan),
-        **_spell_flags(core.fp8_flags(plan)),
+        "torch_dtype": _DTYPES[plan.precision],
+        **core.fp8_flags(plan),
     }
     return _make_exported(given, "megatron sft", {"lr": "$LR", **flags})
 
@@ -56,15 +57,15 @@ def export_deepspeed(given: ExportInput) -> Exported:
         **_data_flags(given),
         "deepspeed": "zero3",
         "attn_impl": "flash_attn",
-        "per_device_train_batch_size": "1",
-        "gradient_accumulation_steps": str(given.packs_per_step // plan.parallel.data),
-        **({} if given.full_steps is None else {"max_steps": str(given.full_steps)}),
-        "train_dataloader_shuffle": "false",
-        "dataloader_drop_last": "true",
-        "gradient_checkpointing": _true_or_false(bool(all_or_none(plan.stages_at(0), LANGUAGE))),
-        "vit_gradient_checkpointing": _true_or_false(_recomputes_encoders(plan)),
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": given.packs_per_step // plan.parallel.data,
+        "max_steps": given.full_steps,
+        "train_dataloader_shuffle": False,
+        "dataloader_drop_last": True,
+        "gradient_checkpointing": bool(all_or_none(plan.stages_at(0), LANGUAGE)),
+        "vit_gradient_checkpointing": _recomputes_encoders(plan),
         **_frozen_flags(plan),
-        "torch_dtype": _torch_dtype(plan),
+        "torch_dtype": _DTYPES[plan.precision],
     }
     return _make_exported(given, "swift sft", {"learning_rate": "$LR", **flags})
 
@@ -96,47 +97,44 @@ def _takes_tiles(plan: Plan) -> bool:
 
 def _data_flags(given: ExportInput) -> SwiftFlags:
     """Return flags for ordered rows packed by next fit."""
-    length = str(given.longest_pack)  # with this cap, next fit makes the plan's packs
-    rows = {} if given.order is None else {"dataset": f"$EXPORT/{_ROWS}"}
+    length = given.longest_pack  # with this cap, next fit makes the plan's packs
     return {
-        **rows,
-        "dataset_shuffle": "false",
-        "split_dataset_ratio": "0",
-        "strict": "true",  # an unusable row ends the run: without it all packs would shift
+        "dataset": None if given.order is None else f"$EXPORT/{_ROWS}",
+        "dataset_shuffle": False,
+        "split_dataset_ratio": 0,
+        "strict": True,  # an unusable row ends the run: without it all packs would shift
         "max_length": length,
         "truncation_strategy": "delete",
-        "packing": "true",
+        "packing": True,
         "packing_strategy": "sequential",
         "packing_length": length,
-        "packing_num_proc": "1",
+        "packing_num_proc": 1,
     }
 
 
 def layer_flags(plan: Plan) -> list[str]:
     """Return flag lines of the split and recomputation; of encoders only if the model has any."""
     flags = _swift_layer_flags(plan)
-    return core.flag_lines(
-        {k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k}
-    )
+    return _flag_lines({k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k})
 
 
 def _swift_layer_flags(plan: Plan) -> SwiftFlags:
+    recompute = core.without_defaults(core.recompute_fields(plan))
     return {
-        **(_spell_flags(split_flags(core.plan_layout(plan))) if plan.parallel.pipeline > 1 else {}),
-        # ms-swift's default is `selective`.
-        **(
-            _spell_flags(core.as_flags(core.recompute_fields(plan)))
-            or {"recompute_granularity": "none"}
-        ),
-        "vit_gradient_checkpointing": _true_or_false(_recomputes_encoders(plan)),
+        **(split_flags(core.plan_layout(plan)) if plan.parallel.pipeline > 1 else {}),
+        **(recompute or {"recompute_granularity": "none"}),  # ms-swift's default is `selective`
+        "vit_gradient_checkpointing": _recomputes_encoders(plan),
     }
 
 
-def _spell_flags(flags: Mapping[str, str | None]) -> SwiftFlags:
-    """Return Megatron-LM's flags as ms-swift spells them."""
-    return {
-        name.replace("-", "_"): "true" if value is None else value for name, value in flags.items()
+def _flag_lines(flags: SwiftFlags) -> list[str]:
+    """Return a line per flag that is not None, as ms-swift spells flags and switches."""
+    words = {
+        name.replace("-", "_"): str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in flags.items()
+        if value is not None
     }
+    return core.flag_lines(words)
 
 
 def _recomputes_encoders(plan: Plan) -> bool:
@@ -146,30 +144,30 @@ def _recomputes_encoders(plan: Plan) -> bool:
 
 def _frozen_flags(plan: Plan) -> SwiftFlags:
     """Return flags of trained and frozen parts, and of adapters."""
-    encoders, parts = plan.model.encoders, {span.part for s in plan.stages for span in s.units}
-    flags = {"tuner_type": "full", "freeze_llm": _true_or_false(LANGUAGE in plan.frozen)}
+    encoders = plan.model.encoders
+    flags: SwiftFlags = {"tuner_type": "full", "freeze_llm": LANGUAGE in plan.frozen}
     if plan.adapters is not None:
         flags |= _adapter_flags(plan.adapters, has_encoders=bool(encoders))
     if not encoders:
         return flags
     tower = _common_value({name: name in plan.frozen for name in encoders}, "freezes")
-    projectors = {part: part in plan.frozen for part in parts if part.endswith("projector")}
-    aligner = _common_value(projectors, "freezes")
+    projectors = [part for part in model_parts(plan.model) if part.endswith("projector")]
+    aligner = _common_value({part: part in plan.frozen for part in projectors}, "freezes")
     # Deepstack projectors belong to ms-swift's aligner, but to this planner's encoder.
     has_deepstack = any(encoder.deepstack_features for encoder in encoders.values())
     if tower != aligner and has_deepstack and plan.adapters is None:
         flags["freeze_parameters_regex" if tower else "trainable_parameters_regex"] = (
             _DEEPSTACK_NAME
         )
-    return flags | {"freeze_vit": _true_or_false(tower), "freeze_aligner": _true_or_false(aligner)}
+    return flags | {"freeze_vit": tower, "freeze_aligner": aligner}
 
 
 def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> SwiftFlags:
     flags = {
         "tuner_type": "lora",
-        "lora_rank": str(adapters.rank),
+        "lora_rank": adapters.rank,
         "lora_alpha": f"{adapters.alpha:g}",
-        "use_rslora": _true_or_false(adapters.rank_stabilized),
+        "use_rslora": adapters.rank_stabilized,
     }
     if adapters.is_of_all:
         return flags | {"target_modules": ALL_LINEAR}
@@ -192,34 +190,25 @@ def _common_value(parts: Mapping[str, bool], verb: str) -> bool:
     return any(parts.values())
 
 
-def _torch_dtype(plan: Plan) -> str:
-    return "float32" if plan.precision == "fp32" else "bfloat16"
-
-
-def _true_or_false(value: bool) -> str:
-    return "true" if value else "false"
-
-
 def _shell_command(plan: Plan, program: str, flags: SwiftFlags) -> str:
     per_node, nodes = core.devices_and_nodes(plan)
-    environment = {**_image_size_variables(plan), "NPROC_PER_NODE": str(per_node)}
+    environment = {**_image_size_variables(plan), "NPROC_PER_NODE": per_node}
     lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
     if nodes > 1:
         names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
         lines.append(" ".join([f"NNODES={nodes}", *(f'{name}="${name}"' for name in names)]))
     paths = {"model": "$MODEL", "output_dir": "$OUTPUT"}
-    return core.join_command([*lines, program, *core.flag_lines({**paths, **flags})])
+    return core.join_command([*lines, program, *_flag_lines({**paths, **flags})])
 
 
 def _image_size_variables(plan: Plan) -> SwiftFlags:
     """Return environment variables with which ms-swift resizes images as counted."""
-    sizes: dict[str, str] = {}
+    sizes: SwiftFlags = {}
     for tower in plan.model.encoders.values():
         if isinstance(tower, TilesEncoder):
-            sizes["INPUT_SIZE"] = str(tower.image_size)
-            sizes["MAX_NUM"] = str(tower.tiling.max_dynamic_patch)
+            sizes |= {"INPUT_SIZE": tower.image_size, "MAX_NUM": tower.tiling.max_dynamic_patch}
         elif isinstance(tower, ImagesEncoder) and tower.resize == "smart":
-            sizes["MIN_PIXELS"], sizes["MAX_PIXELS"] = str(tower.min_pixels), str(tower.max_pixels)
+            sizes |= {"MIN_PIXELS": tower.min_pixels, "MAX_PIXELS": tower.max_pixels}
     return sizes
 
 

@@ -48,11 +48,11 @@ def export(given: ExportInput) -> Exported:
 
 
 def _pack_files(given: ExportInput) -> dict[str, Writer]:
-    order, annotations, steps = given.order, given.annotations, given.full_steps
-    if order is None or steps is None:
+    order, annotations = given.order, given.annotations
+    if order is None:
         return {}
     # Packs are numbered in reading order, so the order of full steps is 0, 1, ...
-    packs = np.arange(steps * given.packs_per_step, dtype=np.int64)
+    packs = np.arange((given.full_steps or 0) * given.packs_per_step, dtype=np.int64)
     files, lengths = {_SCRIPT: script_file(_SCRIPT), _ORDER: array_file(packs)}, given.lengths
     record = record_numbers(order, lengths, annotations)
     if record is None:
@@ -139,10 +139,9 @@ def _xtuner_deviations(given: ExportInput) -> Iterator[str]:
     plan, order = given.plan, given.order
     if order is not None:
         length = given.longest_pack
-        share = order.packs.sums(given.lengths.tokens).mean() / length
         yield (
             f"XTuner pads every pack to {length:,} tokens, and computes the padding: packs fill "
-            f"{100 * share:.1f} % of that on average."
+            f"{100 * order.tokens.mean() / length:.1f} % of that on average."
         )
     yield (
         "XTuner recomputes a share of the language layers (recompute_ratio), here all or none; set "

@@ -17,14 +17,14 @@ from omnibal.job.plan import Plan, Shapes
 from omnibal.job.published_errors import JobKind, job_kind
 from omnibal.model.config import ClusterConfig, ModelConfig, with_imbalance
 from omnibal.model.fp8 import TRAINED_FP8, Fp8
-from omnibal.model.levels import ContextExchange, CutRule, Level, are_plain
+from omnibal.model.levels import ContextExchange, CutRule, Level
 from omnibal.model.limits import IMAGE_TOKENS, Caps, words
 from omnibal.model.parallel import Parallel, WeightSharding, expert_counts
 from omnibal.model.runtime import Dispatcher, RecomputedModule, RuntimeOptions
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.packing.steps import Steps, deal_steps, size_load
+from omnibal.packing.steps import Steps
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage_units import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_spans
@@ -52,7 +52,6 @@ class LineJob:
     lengths: Lengths  # of the packs' samples
     has_samples: bool  # whether from a dataset; False for mock samples
     workload: Workload
-    layers: tuple[tuple[int, ...], ...]  # counts of language layers, [stages][chunks]
     parts: tuple[Stage, ...]  # chunks in model order, or stages if chunks cannot be simulated
     schedule: PipelineSchedule  # interleaved if several chunks are simulated, else 1F1B
     kind: JobKind  # selects the published errors of such predictions
@@ -61,7 +60,7 @@ class LineJob:
     @property
     def has_all_chunks(self) -> bool:
         """Whether all chunks of the line are simulated, rather than each stage as one chunk."""
-        return self.schedule.chunks == len(self.layers[0])
+        return self.schedule.chunks == (self.line.virtual or 1)
 
     def plan_of(self, parts: Sequence[Stage], schedule: PipelineSchedule) -> Plan:
         """Return a plan of the job with `parts` as stages, this schedule and no data."""
@@ -113,8 +112,8 @@ def make_line_job(
         ),
     )
     caps = _sample_caps(line, job.model, samples, image_share, pack_samples)
-    size = pack_samples * micro_batch
-    levels, packs, lengths = _make_micro_batches(line, job, samples, caps, size)
+    data = _make_data(line, job, samples, caps, pack_samples * micro_batch)
+    packs, lengths = data.schedule(job)
     layers = layers_by_chunk(line)
     if (held := sum(map(sum, layers))) != model.language.layers:
         raise UserError(f"stages hold {held} of {model.language.layers} layers: correct the split")
@@ -122,12 +121,11 @@ def make_line_job(
     return LineJob(
         line=line,
         job=job,
-        levels=levels,
+        levels=data.levels,
         packs=packs,
         lengths=lengths,
         has_samples=samples is not None,
-        workload=job.workload(packs, lengths, levels),
-        layers=layers,
+        workload=job.workload(packs, lengths, data.levels),
         parts=parts,
         schedule=schedule,
         kind=job_kind(
@@ -301,45 +299,33 @@ def _sample_caps(
     return Caps.of(**plan_data.shape_caps(model, {"tokens": tokens // pack_samples}, image_share))
 
 
-def _make_micro_batches(
+def _make_data(
     line: LaunchLine, job: JobSpec, samples: Lengths | None, caps: Caps, size: int
-) -> tuple[tuple[Level, ...], ScheduledPacks, Lengths]:
-    """Return the single level, the packs and the lengths of a dataset's steps, or of a mock step.
+) -> plan_data.SampleData:
+    """Return a dataset's samples, or a mock step. Both have one level.
 
     A micro-batch of a mock step has `size` samples, each at the `caps`.
     """
-    launch, micro_batches, ranks = line.launch, line.micro_batches, job.parallel.data
-    assert micro_batches is not None
+    launch, ranks = line.launch, job.parallel.data
+    assert line.micro_batches is not None
     levels: tuple[Level, ...] = (Level(caps=caps),)
     if launch.context > 1 and not cuts_samples(line):
         # Megatron cuts every pack into 2 x CP parts; a rank gets one from each end.
         of_pack = Caps.of(**{name: caps[name] * size for name in caps.names})
         cut, exchange = CutRule.ZIGZAG, line.exchange
         levels = (Level(caps=of_pack, context=launch.context, cut=cut, exchange=exchange),)
+    data = partial(plan_data.SampleData, levels=levels, packs_per_step=line.micro_batches * ranks)
     if samples is not None:
-        data = plan_data.SampleData(
-            lengths=samples,
-            levels=levels,
-            packs_per_step=micro_batches * ranks,
-            rules=job.trainer.packs,
-        )
-        return levels, *data.schedule(job)
+        return data(lengths=samples, rules=job.trainer.packs)
     shapes = Shapes(
         caps=caps,
-        micro_batches_per_step=micro_batches * size,
+        micro_batches_per_step=line.micro_batches * size,
         image_tokens=IMAGE_TOKENS if job.model.images is not None else None,
     )
-    packs, lengths = plan_data.data_at_caps(shapes, ranks if cuts_samples(line) else line.data or 1)
-    if size > 1 or not are_plain(levels):
-        # `data_at_caps` makes packs of one sample: join `size` of them.
-        count = len(lengths) // size
-        steps = Steps(
-            packs=Packs.from_lists([range(size * n, size * (n + 1)) for n in range(count)]),
-            step=packs.step[:count],
-            epoch=packs.epoch[:count],
-        )
-        packs = deal_steps(steps, lengths, partial(size_load, lengths=lengths), ranks, levels)
-    return levels, packs, lengths
+    lengths = plan_data.data_at_caps(shapes, ranks if cuts_samples(line) else line.data or 1)[1]
+    packs = Packs.from_lists(np.arange(len(lengths)).reshape(-1, size).tolist())
+    zeros = np.zeros(len(packs), np.int64)
+    return data(lengths=lengths, steps=Steps(packs=packs, step=zeros, epoch=zeros))
 
 
 def _build_stages(

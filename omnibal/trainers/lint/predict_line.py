@@ -64,7 +64,6 @@ def predict_stages(
     line_job: LineJob,
     parts: Sequence[Stage],
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
-    flags: Sequence[str] = (),
 ) -> Costed:
     """Return the cost of a line's job with these parts, chunks in model order."""
     job = line_job.job
@@ -88,7 +87,6 @@ def predict_stages(
         schedule=schedule,
         stages=stages,
         prediction=prediction,
-        flags=tuple(flags),
         memory=device_memories(job, line_job.levels, stages, line_job.workload, tensors),
     )
 
@@ -112,11 +110,7 @@ def better_split(line_job: LineJob, line: Costed) -> Costed | None:
         faster = _search_fitting(line_job, schedule, limit_ms)
         if faster is not None:
             better, limit_ms = faster, faster.step_ms
-    if better is None:
-        return None
-    return replace(
-        better, flags=tuple(_trainer_layer_flags(line_job, better.parts, better.schedule))
-    )
+    return _with_flags(line_job, better)
 
 
 def _search_fitting(
@@ -162,11 +156,12 @@ def _schedules(line_job: LineJob) -> Iterator[PipelineSchedule]:
             yield schedule
 
 
-def _trainer_layer_flags(
-    line_job: LineJob, parts: Sequence[Stage], schedule: PipelineSchedule
-) -> list[str]:
-    plan = line_job.plan_of(parts, schedule)
-    return _LAYER_FLAGS[line_job.line.launch.launcher](plan)
+def _with_flags(line_job: LineJob, costed: Costed | None) -> Costed | None:
+    """Return stages with the trainer's flags for them, None for None."""
+    if costed is None:
+        return None
+    plan = line_job.plan_of(costed.parts, costed.schedule)
+    return replace(costed, flags=tuple(_LAYER_FLAGS[line_job.line.launch.launcher](plan)))
 
 
 def least_recompute(line_job: LineJob) -> Costed | None:
@@ -180,9 +175,9 @@ def least_recompute(line_job: LineJob) -> Costed | None:
         if numbers is not None:
             numbers = numbers if per_stage else [max(numbers)] * len(numbers)
             parts = _with_numbers(line_job, numbers, encoders)
-            flags = _trainer_layer_flags(line_job, parts, line_job.schedule)
-            fitting.append(predict_stages(line_job, parts, line_job.schedule, flags))
-    return min(fitting, key=lambda costed: costed.step_ms, default=None)
+            fitting.append(predict_stages(line_job, parts, line_job.schedule))
+    fastest = min(fitting, key=lambda costed: costed.step_ms, default=None)
+    return _with_flags(line_job, fastest)
 
 
 def _min_recompute_numbers(line_job: LineJob, encoders: int | None) -> list[int] | None:
@@ -221,22 +216,20 @@ def _with_numbers(
 
 def memory_finding(line_job: LineJob, line: Costed) -> Finding | None:
     """Return a warning if a stage's predicted memory exceeds the device's."""
-    cluster, memory = line_job.job.cluster, line.memory
-    device_gib = [stage.device_gib for stage in memory]
-    heaviest = int(np.argmax(device_gib))
-    if device_gib[heaviest] <= cluster.memory_gib:
+    cluster = line_job.job.cluster
+    stage, memory = max(enumerate(line.memory), key=lambda pair: pair[1].device_gib)
+    if memory.device_gib <= cluster.memory_gib:
         return None
-    over = sum(gib > cluster.memory_gib for gib in device_gib)
+    over = sum(other.device_gib > cluster.memory_gib for other in line.memory)
     return Finding(
         rule="memory",
         severity="warning",
         message=(
-            f"stage {heaviest} is predicted to take {device_gib[heaviest]:,.1f} GiB, and a device "
-            f"of {cluster.name} has {cluster.memory_gib:g} GiB: "
-            f"{memory[heaviest].allocated_gib:,.1f} of tensors, "
-            f"{memory[heaviest].reserved_gib:,.1f} with blocks that torch reserves, the remainder "
-            f"of CUDA and NCCL; {over} of {len(memory)} stages exceed it: recompute more layers, "
-            "raise parallel sizes, or set your devices by --cluster and --memory-gib"
+            f"stage {stage} is predicted to take {memory.device_gib:,.1f} GiB, and a device of "
+            f"{cluster.name} has {cluster.memory_gib:g} GiB: {memory.allocated_gib:,.1f} of "
+            f"tensors, {memory.reserved_gib:,.1f} with blocks that torch reserves, the remainder "
+            f"of CUDA and NCCL; {over} of {len(line.memory)} stages exceed it: recompute more "
+            "layers, raise parallel sizes, or set your devices by --cluster and --memory-gib"
         ),
         source=f"the prediction below, with costs {line.prediction.cost_source}",
     )
