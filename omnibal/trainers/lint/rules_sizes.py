@@ -1,4 +1,7 @@
-"""Rules: sizes, GPUs, batches; layers by flags, megatron-core's layouts and LoongForge's lists."""
+"""Checks of sizes, GPUs, batches; layers by flags, megatron-core's layouts and LoongForge's lists.
+
+The names of rules are the keys of `RULES`.
+"""
 
 from math import lcm
 
@@ -11,141 +14,97 @@ from omnibal.trainers.export.layout import (
     LayoutError,
     PPLayout,
 )
-from omnibal.trainers.lint.launch_settings import ARGPARSE, MEGATRON, Launcher
+from omnibal.trainers.lint.launch_settings import Launcher
 from omnibal.trainers.lint.line import RECIPES, LaunchLine, even_ends
-from omnibal.trainers.lint.rule import BLOCK, BRIDGE, CORE, LOONGFORGE, SWIFT, Problems, Rules
+from omnibal.trainers.lint.rule import Problems
 
-RULES = Rules()
-rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
-_PARALLEL_STATE = "core/parallel_state.py"
-_CORE_SCHEDULES = "core/pipeline_parallel/schedules.py"
-_LAYOUT = "core/transformer/pipeline_parallel_layer_layout.py"
-_LISTS = "loongforge/train/arguments.py, _validate_legacy_pipeline_args, " + LOONGFORGE
-_MODEL_LISTS = "loongforge/train/arguments.py, _validate_custom_model_args, " + LOONGFORGE
 _SIZED_CHUNKS = "--num-layers-per-virtual-pipeline-stage"
 _COUNTED_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
 
-@rule("this command, --gpus", severity="warning")
-def gpus_known(line: LaunchLine) -> Problems:
-    """Rules of GPUs, batch and data-parallel size are unchecked without."""
-    if line.launch.gpus is None:
-        multiple = lcm(line.grid, line.expert_grid)
-        yield "the number of GPUs is unknown", f"give --gpus, a multiple of {multiple:,}"
-
-
-@rule("this command", severity="warning", launchers={Launcher.MEGATRON_BRIDGE})
-def recipe_settings(line: LaunchLine) -> Problems:
-    """Settings of a recipe are not read, and are checked as if absent."""
-    recipe = line.text(*RECIPES)
+def check_gpus(line: LaunchLine) -> Problems:
+    launch, gpus, recipe = line.launch, line.launch.gpus, line.text(*RECIPES)
     if recipe is not None:
-        yield f"the recipe {recipe} has settings of its own", "add them to the line"
-
-
-@rule(f"{_PARALLEL_STATE}:740, {CORE}")
-def gpus_divide_grid(line: LaunchLine) -> Problems:
-    """GPUs must be a multiple of tensor x pipeline x context size."""
-    launch = line.launch
-    if launch.gpus is not None and launch.gpus % line.grid:
+        given = f"settings of the recipe {recipe} are not read, and are checked as if absent"
+        yield "recipe-settings", given, "add them to the line"
+    if line.virtual is not None and launch.pipeline == 1:
+        given = f"{line.virtual} chunks a stage need several stages, and PP is 1"
+        yield "virtual-needs-stages", given, "leave the chunks out, or raise PP"
+    if gpus is None:
+        given = "rules of GPUs, batch and data-parallel size need the number of GPUs"
+        yield (
+            "gpus-known",
+            given,
+            f"give --gpus, a multiple of {lcm(line.grid, line.expert_grid):,}",
+        )
+    elif gpus % line.grid:
         sizes = f"TP {launch.tensor} x PP {launch.pipeline} x CP {launch.context} = {line.grid}"
-        yield f"{launch.gpus:,} GPUs and {sizes}", f"use a multiple of {line.grid}"
+        given = f"{gpus:,} GPUs are no multiple of {sizes}"
+        yield "gpus-divide-grid", given, f"use a multiple of {line.grid}"
 
 
-@rule(f"{_PARALLEL_STATE}:793, {CORE}")
-def gpus_divide_expert_grid(line: LaunchLine) -> Problems:
-    """GPUs must be a multiple of expert tensor x expert x pipeline size."""
-    launch, grid = line.launch, line.expert_grid
-    if launch.gpus is None or launch.gpus % grid == 0:
+def check_expert_ranks(line: LaunchLine) -> Problems:
+    launch, gpus, grid = line.launch, line.launch.gpus, line.expert_grid
+    if gpus is None:
         return
-    if launch.expert == 1 and launch.expert_tensor is None:
-        return  # gpus-divide-grid checks a multiple of this grid
     size, change = f"ETP {line.expert_tensor}", f"use a multiple of {grid}, or a smaller EP"
     if line.expert_tensor > 1 and launch.expert_tensor is None:
         size += " (not given, so TP)"
-    if line.expert_tensor > 1 and launch.gpus % (grid // line.expert_tensor) == 0:
+    if line.expert_tensor > 1 and gpus % (grid // line.expert_tensor) == 0:
         change = "set the expert tensor size to 1"
-    sizes = f"{size} x EP {launch.expert} x PP {launch.pipeline} = {grid}"
-    yield f"{launch.gpus:,} GPUs and {sizes}", change
+    # By default, gpus-divide-grid checks a multiple of this grid.
+    if gpus % grid and (launch.expert > 1 or launch.expert_tensor is not None):
+        sizes = f"{size} x EP {launch.expert} x PP {launch.pipeline} = {grid}"
+        yield "gpus-divide-expert-grid", f"{gpus:,} GPUs are no multiple of {sizes}", change
+    flag, copies = "use-tp-pp-dp-mapping", gpus // grid
+    is_mapped = line.on(flag) and not gpus % grid and launch.pipeline > 1
+    if is_mapped and line.data not in (None, copies):
+        given = (
+            f"--{flag} needs equally many replicas of model ({line.data}) and experts ({copies})"
+        )
+        yield "rank-order", given, "leave it out, or choose ETP x EP = TP x CP"
 
 
-@rule(f"{_PARALLEL_STATE}:746, {CORE}")
-def virtual_needs_stages(line: LaunchLine) -> Problems:
-    """Several chunks need several stages."""
-    if line.virtual is not None and line.launch.pipeline == 1:
-        yield f"{line.virtual} chunks of a stage with PP 1", "leave the chunks out, or raise PP"
-
-
-@rule(f"{_PARALLEL_STATE}:808, {CORE}", launchers=ARGPARSE)
-def rank_order(line: LaunchLine) -> Problems:
-    """With this order of ranks, experts need the data-parallel size as number of replicas."""
-    gpus, flag = line.launch.gpus, "use-tp-pp-dp-mapping"
-    if gpus is None or line.data is None or gpus % line.expert_grid or line.launch.pipeline == 1:
-        return
-    copies = gpus // line.expert_grid
-    if line.on(flag) and copies != line.data:
-        given = f"--{flag} with data-parallel size {line.data} and {copies} expert replicas"
-        yield given, "leave it out, or choose ETP x EP = TP x CP"
-
-
-@rule(f"core/num_microbatches_calculator.py:340, {CORE}; megatron_args.py:1003, {SWIFT}")
-def batch_divides(line: LaunchLine) -> Problems:
-    """The global batch must be a multiple of micro-batch x data-parallel size."""
-    launch, data = line.launch, line.data
-    if data is None or launch.micro_batch is None or launch.global_batch is None:
-        return
-    at_once = launch.micro_batch * data
-    if launch.global_batch % at_once and not line.on("decrease-batch-size-if-needed"):
-        nearest = max(at_once, round(launch.global_batch / at_once) * at_once)
-        batches = f"global batch {launch.global_batch:,}, micro-batch {launch.micro_batch}"
-        given = f"{batches} and data-parallel size {data:,} ({launch.gpus:,} GPUs / {line.grid})"
-        yield given, f"use a multiple of {at_once:,}, such as {nearest:,}"
-
-
-@validate_args()
-def rampup_by_samples(line: LaunchLine) -> Problems:
-    """A ramp-up of the batch needs training by samples."""
+def check_batch(line: LaunchLine) -> Problems:
+    launch, data, size = line.launch, line.data, line.launch.micro_batch
+    if data is not None and size is not None and launch.global_batch is not None:
+        at_once = size * data
+        if launch.global_batch % at_once and not line.on("decrease-batch-size-if-needed"):
+            nearest = max(at_once, round(launch.global_batch / at_once) * at_once)
+            given = f"global batch {launch.global_batch:,} is no multiple of micro-batch {size} x "
+            given += f"data-parallel size {data:,} ({launch.gpus:,} GPUs / {line.grid})"
+            yield "batch-divides", given, f"use a multiple of {at_once:,}, such as {nearest:,}"
     if line.number("train-iters") and "rampup-batch-size" in line.flags:
-        yield "--rampup-batch-size with --train-iters", "train by --train-samples"
+        given = "--rampup-batch-size needs training by samples, and --train-iters is given"
+        yield "rampup-by-samples", given, "train by --train-samples"
+    length = line.number("seq-length") or launch.sequence_length
+    if launch.context > 1 and length is not None and length % (2 * launch.context):
+        given = f"{length:,} tokens are no multiple of twice the context size {launch.context}"
+        yield "context-divides-sequence", given, f"use a multiple of {2 * launch.context} tokens"
+    if size is not None and size > 1 and line.on("enable-offline-packing"):
+        given = f"a packed data set needs micro-batch 1, not {size}"
+        yield "packing-and-micro-batch", given, "use micro-batch 1"
+    if size == 1 and line.on("enable-in-batch-packing"):
+        given = "packing in the batch needs a micro-batch above 1"
+        yield "packing-and-micro-batch", given, "raise the micro-batch"
 
 
-@rule(f"{_CORE_SCHEDULES}:995-1003, {CORE}", severity="refused-at-first-step")
-def interleaved_groups(line: LaunchLine) -> Problems:
-    """With several chunks a stage, stages <= micro-batches of a group <= micro-batches."""
+def check_interleaving(line: LaunchLine) -> Problems:
     count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
-    if line.virtual is not None and count is not None and not stages <= group <= count:
+    if line.virtual is None or count is None:
+        return
+    groups = f"{count} micro-batches in groups of {group}"
+    if not stages <= group <= count:
         change = "leave the group size out, or raise it"
         if group >= stages:
             change = f"use a global batch with at least {group} micro-batches"
-        groups = f"{count} micro-batches in groups of {group}"
-        yield f"{groups} on {stages} stages of {line.virtual} chunks", change
-
-
-@rule(f"{_CORE_SCHEDULES}:1007-1015, {CORE}", severity="refused-at-first-step")
-def interleaved_remainder(line: LaunchLine) -> Problems:
-    """The last group must have 0 micro-batches, or at least the number of stages."""
-    count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
-    if line.virtual is not None and count is not None and group >= stages > count % group > 0:
-        groups = f"{count} micro-batches in groups of {group} leave {count % group}"
-        yield f"{groups} on {stages} stages", f"use a multiple of {group} micro-batches"
-
-
-@validate_args(launchers=ARGPARSE | {Launcher.MEGATRON_BRIDGE})
-def context_divides_sequence(line: LaunchLine) -> Problems:
-    """The sequence must be a multiple of twice the context size."""
-    length = line.number("seq-length") or line.launch.sequence_length
-    context = line.launch.context
-    if context > 1 and length is not None and length % (2 * context):
-        yield f"{length:,} tokens and CP {context}", f"use a multiple of {2 * context} tokens"
-
-
-@rule(f"training/config.py, validate, {BRIDGE}", launchers={Launcher.MEGATRON_BRIDGE})
-def packing_and_micro_batch(line: LaunchLine) -> Problems:
-    """A packed data set needs micro-batch 1; packing in the batch needs more."""
-    size = line.launch.micro_batch
-    if size is not None and size > 1 and line.on("enable-offline-packing"):
-        yield f"a packed data set and micro-batch {size}", "use micro-batch 1"
-    if size == 1 and line.on("enable-in-batch-packing"):
-        yield "packing in the batch and micro-batch 1", "raise the micro-batch"
+        given = (
+            f"{groups} on {stages} stages: stages <= group <= micro-batches must hold for chunks"
+        )
+        yield "interleaved-groups", given, change
+    if group >= stages > count % group > 0:
+        given = f"{groups} leave {count % group}, fewer than the {stages} stages"
+        yield "interleaved-remainder", given, f"use a multiple of {group} micro-batches"
 
 
 def _advise_ends(line: LaunchLine) -> str:
@@ -158,260 +117,137 @@ def _advise_ends(line: LaunchLine) -> str:
     return f"give {first} layers to the first stage and {last} to the last{between}, or a layout"
 
 
-def _describe_layers(line: LaunchLine) -> str:
-    extra = line.layers_to_split - line.sizes.layers
-    return f"{line.sizes.layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
-
-
-def _even_share(line: LaunchLine) -> int | None:
-    """Return layers of every stage (with embedding and loss, if counted), None if uneven."""
-    share, left = divmod(line.layers_to_split, line.launch.pipeline)
-    return share if line.has_even_split and not left else None
-
-
-def _list_divisors(layers: int) -> list[str]:
-    return [str(count) for count in range(1, layers + 1) if layers % count == 0]
-
-
-@rule(f"{BLOCK}:155, transformer_config.py:1447-1460, {CORE}")
-def layers_divide_stages(line: LaunchLine) -> Problems:
-    """Without flags for the split, the layers must be a multiple of the stages."""
-    if line.has_even_split and _even_share(line) is None:
-        yield f"{_describe_layers(line)} on {line.launch.pipeline} stages", _advise_ends(line)
-
-
-@rule(f"{BLOCK}:174, transformer_config.py:1470, {CORE}")
-def layers_divide_chunks(line: LaunchLine) -> Problems:
-    """The layers of a stage must be a multiple of its chunks."""
-    layers, stages, chunks = _even_share(line), line.launch.pipeline, line.virtual
-    if layers is None or chunks is None or stages == 1:
+def check_even_layers(line: LaunchLine) -> Problems:
+    """Yield problems of a split without flags for it."""
+    stages, chunks, size = line.launch.pipeline, line.virtual, line.launch.layers_per_virtual_stage
+    if not line.has_even_split:
         return
-    if line.launch.layers_per_virtual_stage is None and layers % chunks:
-        given = f"{layers} layers of a stage ({_describe_layers(line)} on {stages})"
-        change = f"use {' or '.join(_list_divisors(layers)[1:])} chunks, or a layout"
-        yield f"{given} in {chunks} chunks", change
+    counted, given = line.layers_to_split - line.sizes.layers, f"{line.sizes.layers} layers"
+    if counted:
+        given += f" and {counted} for embedding and loss"
+    layers, left = divmod(line.layers_to_split, stages)
+    if left:
+        given += f" are no multiple of {stages} stages, and no flag splits them"
+        yield "layers-divide-stages", given, _advise_ends(line)
+        return
+    divisors = [str(count) for count in range(1, layers + 1) if layers % count == 0]
+    if size is not None and layers % size:
+        given = f"{layers} layers of a stage are no multiple of {size}, a chunk's layers"
+        yield "sized-chunks-divide-stage", given, f"use chunks of {' or '.join(divisors[:-1])}"
+    if size is None and chunks is not None and stages > 1 and layers % chunks:
+        given = f"{layers} layers of a stage ({given} on {stages}) are no multiple of "
+        change = f"use {' or '.join(divisors[1:])} chunks, or a layout"
+        yield "layers-divide-chunks", f"{given}{chunks} chunks", change
 
 
-def _given_ends(line: LaunchLine) -> dict[str, int]:
-    """Return the given layers of the first and last stage, by `first` and `last`."""
-    ends = {"first": line.launch.first_layers, "last": line.launch.last_layers}
-    return {end: count for end, count in ends.items() if count is not None}
-
-
-def _ends_without_layout(line: LaunchLine) -> dict[str, int]:
-    # With a layout, the rule `layout-alone` reports them.
-    return _given_ends(line) if line.launch.layout is None else {}
-
-
-def _describe_ends(layers: dict[str, int]) -> str:
-    return ", ".join(f"{count} layers on the {end} stage" for end, count in layers.items())
-
-
-@core_config("1368, :1387")
-def end_stages_hold_layers(line: LaunchLine) -> Problems:
-    """The first and the last stage must hold a layer."""
-    wrong = {end: count for end, count in _ends_without_layout(line).items() if count <= 0}
-    if wrong:
-        yield _describe_ends(wrong), "give it at least 1, or write a layout, which may have 0"
-
-
-@core_config("1371, :1390")
-def end_stages_divide_chunks(line: LaunchLine) -> Problems:
-    """Layers of the first and the last stage must be multiples of the chunks."""
-    chunks = line.virtual or 1
-    wrong = {end: count for end, count in _ends_without_layout(line).items() if count % chunks}
-    if wrong:
-        yield f"{_describe_ends(wrong)} in {chunks} chunks", f"use multiples of {chunks}"
-
-
-def _count_middle(line: LaunchLine) -> tuple[int, int]:
-    """Return the layers and stages outside of the given end stages, 0 and 0 without any."""
-    ends = _ends_without_layout(line)
-    if not ends:
-        return 0, 0
-    return line.sizes.layers - sum(ends.values()), line.launch.pipeline - len(ends)
-
-
-def _describe_middle(line: LaunchLine) -> str:
-    layers, stages = _count_middle(line)
-    ends = ", ".join(f"{end} {count}" for end, count in _given_ends(line).items())
-    return (
-        f"{line.sizes.layers} layers on {line.launch.pipeline} stages, {ends}: {layers} layers are "
-        f"left for {stages} stages"
-    )
-
-
-@core_config("1406")
-def middle_stages_and_layers(line: LaunchLine) -> Problems:
-    """Middle stages need layers, and remaining layers need middle stages."""
-    layers, stages = _count_middle(line)
+def check_end_layers(line: LaunchLine) -> Problems:
+    """Yield problems of given layers of the first and the last stage, and of layers between."""
+    ends, chunks, advice = line.end_layers, line.virtual or 1, _advise_ends(line)
+    if not ends or line.launch.layout is not None:  # layout-alone reports them
+        return
+    given = ", ".join(f"{end} {count}" for end, count in ends.items())
+    if min(ends.values()) <= 0:
+        change = "give it at least 1, or write a layout, which may have 0"
+        yield "end-stages-hold-layers", f"an end stage holds no layer ({given})", change
+    if any(count % chunks for count in ends.values()):
+        given_layers = f"layers of an end stage ({given}) are no multiple of its {chunks} chunks"
+        yield "end-stages-divide-chunks", given_layers, f"use multiples of {chunks}"
+    layers, stages = line.sizes.layers - sum(ends.values()), line.launch.pipeline - len(ends)
+    left = f"{line.sizes.layers} layers on {line.launch.pipeline} stages, {given}: {layers} layers "
+    left += f"are left for {stages} stages"
     if bool(layers) != bool(stages):
-        change = _advise_ends(line) if line.launch.pipeline > 1 else "leave both numbers out"
-        yield _describe_middle(line), change
-
-
-@rule(
-    f"only this command: {CORE} builds middle stages with a negative number of layers as "
-    "empty, so the model gets too many layers"
-)
-def middle_stages_hold_layers(line: LaunchLine) -> Problems:
-    """First and last stages must hold at most the model's layers."""
-    layers, stages = _count_middle(line)
+        change = advice if line.launch.pipeline > 1 else "leave both numbers out"
+        yield "middle-stages-and-layers", left, change
     if layers < 0 < stages:
-        yield _describe_middle(line), _advise_ends(line)
-
-
-@core_config("1414")
-def middle_layers_divide_stages(line: LaunchLine) -> Problems:
-    """Middle layers must be a multiple of the middle stages."""
-    layers, stages = _count_middle(line)
+        yield "middle-stages-hold-layers", left, advice
     if stages and layers % stages:
-        yield f"{layers} layers are left for {stages} stages", _advise_ends(line)
+        yield "middle-layers-divide-stages", f"{left}, and are no multiple of them", advice
+    elif stages and layers // stages % chunks:
+        given = f"{layers // stages} layers of middle stages are no multiple of {chunks} chunks"
+        yield "middle-layers-divide-chunks", given, advice
 
 
-@core_config("1422")
-def middle_layers_divide_chunks(line: LaunchLine) -> Problems:
-    """The layers of a middle stage must be a multiple of its chunks."""
-    layers, stages = _count_middle(line)
-    if line.virtual is None or not stages or layers % stages:
-        return
-    share = layers // stages
-    if share % line.virtual:
-        yield f"{share} layers of middle stages in {line.virtual} chunks", _advise_ends(line)
-
-
-@core_config("1294")
-def end_stages_or_counted(line: LaunchLine) -> Problems:
-    """Layers of the first or last stage exclude counting embedding or loss as layers."""
-    is_counted = line.launch.account_for_embedding or line.launch.account_for_loss
-    if is_counted and _given_ends(line):
-        yield "both are given", "drop one"
-
-
-@rule(f"megatron_args.py:885, {SWIFT}", launchers={Launcher.MS_SWIFT})
-def end_stages_need_pipeline(line: LaunchLine) -> Problems:
-    """Layers of the first or last stage need a pipeline."""
-    if _given_ends(line) and line.launch.pipeline == 1:
-        yield "layers of the first or last stage with PP 1", "leave them out, or raise PP"
-
-
-@validate_args()
-def one_way_of_chunks(line: LaunchLine) -> Problems:
-    """Chunks must be set by one flag."""
+def check_split_flags(line: LaunchLine) -> Problems:
+    """Yield flags that exclude each other or have no effect."""
+    launch, has_ends = line.launch, bool(line.end_layers)
+    has_layout, size = launch.layout is not None, launch.layers_per_virtual_stage
+    is_counted = launch.account_for_embedding or launch.account_for_loss
+    ends, counting = "layers of the first or last stage", "embedding or loss counted as layers"
+    if is_counted and has_ends:
+        yield "end-stages-or-counted", f"{ends} exclude {counting}", "drop one"
+    if has_ends and launch.pipeline == 1:
+        given = f"{ends} need a pipeline, and PP is 1"
+        yield "end-stages-need-pipeline", given, "leave them out, or raise PP"
+    if has_layout and (has_ends or is_counted):
+        given = f"a layout excludes {ends if has_ends else counting}"
+        yield "layout-alone", given, "drop one"
     ways = {
-        _SIZED_CHUNKS: line.launch.layers_per_virtual_stage,
-        _COUNTED_CHUNKS: line.launch.virtual,
-        "--pipeline-model-parallel-layout": line.launch.layout,
+        _SIZED_CHUNKS: size is not None,
+        _COUNTED_CHUNKS: launch.virtual is not None,
+        "--pipeline-model-parallel-layout": has_layout,
     }
-    given = [name for name, value in ways.items() if value is not None]
-    if len(given) > 1:
-        yield " and ".join(given), "keep one"
+    given_ways = [name for name, is_given in ways.items() if is_given]
+    if len(given_ways) > 1:
+        yield "one-way-of-chunks", f"{' and '.join(given_ways)} both set chunks", "keep one"
+    if size is not None and has_ends:
+        given = f"{_SIZED_CHUNKS} excludes {ends}"
+        yield "sized-chunks-exclude-ends", given, f"give {_COUNTED_CHUNKS} instead"
+    if launch.virtual == 1 and not has_layout:
+        yield "one-chunk", "one chunk of every stage is the default", "leave it out"
 
 
-@validate_args()
-def sized_chunks_exclude_ends(line: LaunchLine) -> Problems:
-    """Layers per chunk exclude layers of the first or last stage."""
-    if line.launch.layers_per_virtual_stage is not None and _given_ends(line):
-        yield f"{_SIZED_CHUNKS} with layers of an end stage", f"give {_COUNTED_CHUNKS} instead"
-
-
-@validate_args()
-def sized_chunks_divide_stage(line: LaunchLine) -> Problems:
-    """The layers of a stage must be a multiple of a chunk's layers."""
-    layers, size = _even_share(line), line.launch.layers_per_virtual_stage
-    if layers is not None and size is not None and layers % size:
-        change = f"use chunks of {' or '.join(_list_divisors(layers)[:-1])}"
-        yield f"{layers} layers of a stage in chunks of {size}", change
-
-
-@validate_args(severity="ignored", launchers=ARGPARSE | {Launcher.MS_SWIFT})
-def one_chunk(line: LaunchLine) -> Problems:
-    """One chunk is the default."""
-    if line.launch.virtual == 1 and line.launch.layout is None:
-        yield "one chunk of every stage", "leave it out"
-
-
-@rule(f"{_LAYOUT}:282-321, {CORE}")
-def layout_form(line: LaunchLine) -> Problems:
-    """A layout must be in Megatron's form."""
-    if isinstance(line.layout, LayoutError):
-        yield line.layout.problem, line.layout.change
-
-
-@rule(f"{_LAYOUT}:40, {CORE}")
-def layout_divides_stages(line: LaunchLine) -> Problems:
-    """The chunks of a layout must be a multiple of the stages."""
-    if not isinstance(line.layout, PPLayout) or line.valid_layout is not None:
+def check_layout(line: LaunchLine) -> Problems:
+    """Yield problems of a layout's form and chunks."""
+    layout, given, stages = line.layout, line.launch.virtual, line.launch.pipeline
+    if isinstance(layout, LayoutError):
+        yield "layout-form", layout.problem, layout.change
+    if not isinstance(layout, PPLayout):
         return
-    chunks, stages = len(line.layout.chunks), line.launch.pipeline
-    possible = [
-        f"PP {chunks // size}" + (f" with {size} chunks a stage" if size > 1 else "")
-        for size in range(1, 9)
-        if chunks % size == 0 and chunks // size > 1
-    ]
-    fitting = " or ".join(possible) or "one stage"
-    yield f"the layout has {chunks} chunks for PP {stages}", f"set {fitting}, or another layout"
+    if line.valid_layout is None:
+        chunks = len(layout.chunks)
+        possible = [
+            f"PP {chunks // size}" + (f" with {size} chunks a stage" if size > 1 else "")
+            for size in range(1, 9)
+            if chunks % size == 0 and chunks // size > 1
+        ]
+        change = f"set {' or '.join(possible) or 'one stage'}, or another layout"
+        problem = f"the layout's {chunks} chunks are no multiple of PP {stages}"
+        yield "layout-divides-stages", problem, change
+    elif given not in (None, layout.virtual):
+        problem = (
+            f"the layout has {layout.virtual} chunks a stage, the virtual pipeline size {given}"
+        )
+        for rule in ("layout-chunks", "layout-over-virtual-size"):
+            yield rule, problem, "leave the size out"
 
 
-@core_config("1344", launchers=MEGATRON - {Launcher.MS_SWIFT})
-def layout_chunks(line: LaunchLine) -> Problems:
-    """A layout's chunks per stage must be the virtual pipeline size."""
-    layout, given = line.valid_layout, line.launch.virtual
-    if layout is not None and given is not None and given != layout.virtual:
-        chunks = f"the layout has {layout.virtual} chunks for each of {layout.pipeline} stages"
-        yield f"{chunks}, and the virtual pipeline size is {given}", "leave the size out"
-
-
-@rule(f"megatron_args.py:1096-1117, {SWIFT}", severity="ignored", launchers={Launcher.MS_SWIFT})
-def layout_over_virtual_size(line: LaunchLine) -> Problems:
-    """A layout overrides the virtual pipeline size."""
-    layout, given = line.valid_layout, line.launch.virtual
-    if layout is not None and given is not None and given != layout.virtual:
-        chunks = f"the layout has {layout.virtual} chunks a stage"
-        yield f"{chunks} and the virtual pipeline size is {given}", "leave the size out"
-
-
-@core_config("1307-1324")
-def layout_alone(line: LaunchLine) -> Problems:
-    """A layout excludes other flags of the split."""
-    launch = line.launch
-    others = {
-        "layers of the first stage": launch.first_layers is not None,
-        "layers of the last stage": launch.last_layers is not None,
-        "counting the embedding as a layer": launch.account_for_embedding,
-        "counting the loss as a layer": launch.account_for_loss,
-    }
-    given = ", ".join(name for name, is_given in others.items() if is_given)
-    if launch.layout is not None and given:
-        yield f"a layout with {given}", "drop one"
-
-
-@rule(f"{_LAYOUT}:94-105, {CORE}")
-def layout_ends(line: LaunchLine) -> Problems:
-    """A layout must begin with its only embedding and end with its only loss."""
-    layout = line.valid_layout
+def check_layout_units(line: LaunchLine) -> Problems:
+    """Yield problems of the units of a layout with equally many chunks on every stage."""
+    layout, layers = line.valid_layout, line.sizes.layers
     if layout is None:
         return
-    units = layout.units
+    units, count = layout.units, layout.units.count(DECODER)
     embeddings, losses = units.count(EMBEDDING), units.count(LOSS)
     if (units[:1], units[-1:], embeddings, losses) != (EMBEDDING, LOSS, 1, 1):
         shown = "" if ENCODER in units or not layout.short_text else f" {layout.short_text}"
-        given = f"the layout{shown} has {embeddings} embeddings and {losses} losses"
-        yield given, "begin it with E and end it with L"
-
-
-@rule(f"{_LAYOUT}:106, {CORE}")
-def layout_layers(line: LaunchLine) -> Problems:
-    """A layout must have all layers of the model."""
-    layout, layers = line.valid_layout, line.sizes.layers
-    if layout is not None and (count := layout.units.count(DECODER)) != layers:
+        given = (
+            f"the layout{shown} has {embeddings} embeddings and {losses} losses, and must begin "
+        )
+        yield (
+            "layout-ends",
+            f"{given}with one and end with one",
+            "begin it with E and end it with L",
+        )
+    if count != layers:
         change = f"add {layers - count}" if layers > count else f"remove {count - layers}"
-        yield f"the layout has {count} layers (t), the model {layers}", change
+        yield "layout-layers", f"the layout has {count} layers (t), the model {layers}", change
+    if ENCODER in units:
+        given = "a layout cannot place encoders, and this one has encoder layers"
+        yield "layout-encoders", given, "leave them out: they are on the first stage"
 
 
-@rule(f"{_LAYOUT}:111, {CORE}")
-def layout_prediction_layers(line: LaunchLine) -> Problems:
-    """Layers of multi-token prediction must be equal in layout and flags."""
+def check_prediction_layers(line: LaunchLine) -> Problems:
+    """Yield problems of the layers of multi-token prediction in a layout."""
     layout, given = line.valid_layout, line.launch.prediction_layers
     if layout is None:
         return
@@ -419,74 +255,57 @@ def layout_prediction_layers(line: LaunchLine) -> Problems:
     if given is None and line.launch.launcher is Launcher.MEGATRON_BRIDGE:
         allowed.add(line.language.prediction_layers)
     if count not in allowed:
-        layers = f"the layout has {count} layers of multi-token prediction (m)"
         flags = f"the flags {'none' if given is None else given}"
-        yield f"{layers}, {flags}", f"make both {count or given}"
-
-
-@rule(f"{_LAYOUT}:116-135, {CORE}")
-def layout_prediction_place(line: LaunchLine) -> Problems:
-    """Multi-token prediction must follow all layers, in the last chunk of one stage."""
-    layout = line.valid_layout
-    if layout is None or PREDICTION not in layout.units:
-        return
+        layers = f"the layout has {count} layers of multi-token prediction (m), {flags}"
+        yield "layout-prediction-layers", layers, f"make both {count or given}"
     if DECODER in layout.units.partition(PREDICTION)[2]:
-        yield "a layer (t) follows multi-token prediction (m)", "put m before L"
+        problem = "a layer (t) follows multi-token prediction (m)"
+        yield "layout-prediction-place", problem, "put m before L"
     held = [number for number, chunk in enumerate(layout.chunks) if PREDICTION in chunk]
-    if len(held) > 1 or held[0] < (layout.virtual - 1) * layout.pipeline:
+    if len(held) > 1 or (held and held[0] < (layout.virtual - 1) * layout.pipeline):
         places = ", ".join(map(layout.place, held))
-        yield f"multi-token prediction (m) in {places}", "put all m before L"
+        problem = f"multi-token prediction (m) is in {places}, not in the last chunk of one stage"
+        yield "layout-prediction-place", problem, "put all m before L"
 
 
-@rule(f"{_LAYOUT}:147, {CORE}")
-def layout_encoders(line: LaunchLine) -> Problems:
-    """A layout cannot place encoders."""
-    if line.valid_layout is not None and ENCODER in line.valid_layout.units:
-        yield "the layout has encoder layers", "leave them out: they are on the first stage"
-
-
-def _list_flag(line: LaunchLine) -> str:
-    return f"--custom-{'virtual-' if line.launch.is_by_chunk else ''}pipeline-layers"
-
-
-@rule(_LISTS, launchers={Launcher.LOONGFORGE})
-def listed_layers_for_stages(line: LaunchLine) -> Problems:
-    """A list of layers needs a number per stage or per chunk, and a comma."""
-    launch, layers, parts = line.launch, line.launch.layers_by_stage, line.launch.pipeline
-    if launch.is_by_chunk:
-        parts *= launch.virtual or 1
+def check_lists(line: LaunchLine) -> Problems:
+    """Yield problems of LoongForge's lists."""
+    launch, layers, stages = line.launch, line.launch.layers_by_stage, line.launch.pipeline
+    flag = f"--custom-{'virtual-' if launch.is_by_chunk else ''}pipeline-layers"
+    name = "chunks" if launch.is_by_chunk else "stages"
+    parts = stages * (launch.virtual or 1) if launch.is_by_chunk else stages
     if layers is not None and (len(layers) != parts or parts == 1):
-        name = "chunks" if launch.is_by_chunk else "stages"
         change = f"give {parts} numbers with commas" if parts > 1 else "leave it out for one stage"
-        yield f"{_list_flag(line)} has {len(layers)} numbers for {parts} {name}", change
-
-
-@rule(_LISTS, launchers={Launcher.LOONGFORGE})
-def listed_layers_add_up(line: LaunchLine) -> Problems:
-    """The numbers of a list must add up to the model's layers."""
-    layers, given = line.sizes.layers, line.launch.layers_by_stage
-    if given is not None and sum(given) != layers:
-        numbers = f"{_list_flag(line)} {','.join(map(str, given))} adds up to {sum(given)}"
-        yield f"{numbers}, the model has {layers} layers", "correct the numbers or the model"
-
-
-@rule(_LISTS, launchers={Launcher.LOONGFORGE})
-def listed_layers_fill_chunks(line: LaunchLine) -> Problems:
-    """A stage must have a layer for each of its chunks."""
-    layers, chunks = line.launch.layers_by_stage, line.launch.virtual
-    if layers is None or line.launch.is_by_chunk or chunks is None:
-        return
-    if min(layers) < chunks:
-        given = f"{_list_flag(line)} has a stage of {min(layers)} layers for {chunks} chunks"
-        yield given, f"give every stage at least {chunks}"
-
-
-@rule(_MODEL_LISTS, launchers={Launcher.LOONGFORGE})
-def listed_recompute_for_stages(line: LaunchLine) -> Problems:
-    """A list of recomputed layers needs a number per stage, and a comma."""
-    numbers, stages = line.launch.recompute_by_stage, line.launch.pipeline
+        given = f"{flag} has {len(layers)} numbers for {parts} {name}"
+        yield "listed-layers-for-stages", given, change
+    if layers is not None and sum(layers) != line.sizes.layers:
+        given = f"{flag} {','.join(map(str, layers))} adds up to {sum(layers)}, and the model has "
+        change = "correct the numbers or the model"
+        yield "listed-layers-add-up", f"{given}{line.sizes.layers} layers", change
+    chunks = None if launch.is_by_chunk else launch.virtual
+    if layers is not None and chunks is not None and min(layers) < chunks:
+        given = f"{flag} has a stage of {min(layers)} layers for {chunks} chunks"
+        yield "listed-layers-fill-chunks", given, f"give every stage at least {chunks}"
+    numbers = launch.recompute_by_stage
     if numbers is not None and (len(numbers) != stages or stages == 1):
-        flag, change = "--custom-pipeline-recompute-layers", f"give {stages} numbers with commas"
+        change = f"give {stages} numbers with commas"
         if stages == 1:
             change = "give --recompute-num-layers instead"
-        yield f"{flag} has {len(numbers)} numbers for {stages} stages", change
+        flag = "--custom-pipeline-recompute-layers"
+        given = f"{flag} has {len(numbers)} numbers for {stages} stages"
+        yield "listed-recompute-for-stages", given, change
+
+
+CHECKS = (
+    check_gpus,
+    check_expert_ranks,
+    check_batch,
+    check_interleaving,
+    check_even_layers,
+    check_end_layers,
+    check_split_flags,
+    check_layout,
+    check_layout_units,
+    check_prediction_layers,
+    check_lists,
+)
