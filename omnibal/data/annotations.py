@@ -42,7 +42,7 @@ from omnibal.data.stored_files import (
     is_video_file,
     natural_order,
 )
-from omnibal.data.tar_shards import energon_shards, read_shard_sample, webdataset_shards
+from omnibal.data.tar_shards import Shard, energon_shards, read_shard_sample, webdataset_shards
 
 # Noun for a record in messages.
 _RECORD_NOUNS: dict[Holds, str] = {
@@ -390,41 +390,36 @@ def _open_source(
     if entry.naming is not None:
         entry.naming.check(name)
     if entry.in_file is not None:
-        annotation = remote.kept_below(remote.named_from(folder, entry.in_file, cache), below)
-        try:
-            holds: Holds = "lines"
-            if is_rows(annotation) or is_array(annotation):
-                holds = "rows" if is_rows(annotation) else "array"
-            files = [DataFile(annotation, holds)]
-            indexes = index.find_records(files)
-        except OSError as error:
-            raise UserError(
-                f"{annotation}: cannot be read ({error.strerror}); correct its path or permission"
-            ) from error
-        root = remote.named_from(folder, entry.root or "", cache)
+        shards = [Shard(remote.named_from(folder, entry.in_file, cache))]
+    elif entry.energon is not None:
+        dataset = remote.kept_below(remote.named_from(folder, entry.energon, cache), below)
+        shards = energon_shards(dataset, entry.split or "train")
     else:
-        if entry.energon is not None:
-            dataset = remote.kept_below(remote.named_from(folder, entry.energon, cache), below)
-            shards = energon_shards(dataset, entry.split or "train")
-        else:
-            shards = webdataset_shards(entry.shards or "", folder, cache)
-        for shard in shards:
-            remote.kept_below(shard.path, below)
-        rows = all(is_rows(shard.path) for shard in shards)
-        files = [
-            DataFile(shard.path, "rows") if rows else DataFile(shard.path, "shard", shard)
-            for shard in shards
-        ]
-        indexes = index.find_records(files)
-        root = shards[0].path.parent
+        shards = webdataset_shards(entry.shards or "", folder, cache)
+    for shard in shards:
+        remote.kept_below(shard.path, below)
+    holds: Holds = "shard"
+    path, root = shards[0].path, shards[0].path.parent
+    try:
+        if all(is_rows(shard.path) for shard in shards):
+            holds = "rows"
+        elif entry.in_file is not None:
+            holds = "array" if is_array(path) else "lines"
+        indexes = index.find_records([DataFile(shard, holds) for shard in shards])
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); correct its path or permission"
+        ) from error
+    if entry.in_file is not None:
+        root = remote.named_from(folder, entry.root or "", cache)
     # Blank lines are skipped, so that samples have other numbers than lines.
     first = indexes[0]
     gaps = first.start > np.append(0, first.start + first.size)[:-1]
     source = _Source(
         name=name,
         root=root,
-        unit=_RECORD_NOUNS["array" if gaps.any() else files[0].holds],
-        in_shards=files[0].holds == "shard",
+        unit=_RECORD_NOUNS["array" if gaps.any() else holds],
+        in_shards=holds == "shard",
         meta=entry,
         below=below,
     )

@@ -38,16 +38,16 @@ class Columns:
 
     def require(self, names: Iterable[str]) -> None:
         """Raise if a column is missing or duplicate."""
-        missing = [name for name in names if self.schema.names.count(name) != 1]
-        if missing:
-            raise UserError(f"{self.path}: lacks the column(s) {', '.join(missing)}; {self.remedy}")
+        wrong = [name for name in names if self.schema.names.count(name) != 1]
+        if wrong:
+            raise UserError(
+                f"{self.path}: must have the column(s) {', '.join(wrong)} once; {self.remedy}"
+            )
 
     def once(self, names: Sequence[str]) -> list[str]:
         """Return the `names` that the file has. Raise UserError if one is duplicate."""
         present = [name for name in names if name in self.schema.names]
-        for name in present:
-            if self.schema.names.count(name) > 1:
-                raise UserError(f"{self.path}: has column {name} more than once; {self.remedy}")
+        self.require(present)
         return present
 
     def integers(self, name: str, kind: pa.DataType) -> np.ndarray:

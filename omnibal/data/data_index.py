@@ -34,20 +34,24 @@ Holds = Literal["lines", "array", "rows", "shard"]
 class DataFile:
     """File with records and its format."""
 
-    path: Path
+    shard: Shard  # a tar shard, or another file without Energon's metadata
     holds: Holds
-    shard: Shard | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.shard.path
 
     def index(self) -> RecordIndex:
         """Return the positions of the file's records, from reading it. Raises UserError."""
-        if self.shard is not None:
+        if self.holds == "shard":
             return index_shard(self.shard)
         readers = {"lines": index_lines, "array": index_array, "rows": index_rows}
         return readers[self.holds](self.path)
 
     def key(self, version: str) -> bytes:
         """Return the SHA-256 of all inputs of the index: path, version, format and shard."""
-        of_shard = () if self.shard is None else (self.shard.samples, sorted(self.shard.excluded))
+        is_shard = self.holds == "shard"
+        of_shard = (self.shard.samples, sorted(self.shard.excluded)) if is_shard else ()
         inputs = (str(self.path.absolute()), version, self.holds, *of_shard)
         return hashlib.sha256(json.dumps(inputs).encode()).digest()
 

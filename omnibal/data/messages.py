@@ -38,19 +38,12 @@ class RecordMessages:
     """Messages of a record, and the media named in their parts."""
 
     messages: tuple[ChatMessage, ...]
-    speakers: tuple[str, ...]  # roles as written in the record
     key: str  # the record's key of these messages
     items: dict[Medium, list[Any]] = field(default_factory=dict)  # media named in parts, in order
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    speaker: str
-    text: str
-
-
-# Keys of message lists, with their usual format.
-LISTS = {"conversations": _Form("from", "value"), "messages": _Form("role", "content")}
+# Keys of message lists, and the usual keys of a message's speaker and text.
+LISTS = {"conversations": ("from", "value"), "messages": ("role", "content")}
 _ROLE_OF: dict[str, Role] = {
     **dict.fromkeys(("system",), "system"),
     **dict.fromkeys(("human", "user"), "user"),
@@ -82,37 +75,34 @@ def read_messages(record: dict[str, Any]) -> RecordMessages:
         raise InvalidRecordError('has "conversations" and "messages"; leave one of them out')
     key = keys[0] if keys else "conversations"
     given, form = record.get(key), LISTS[key]
-    first = given[0] if isinstance(given, list) and given else None
-    if isinstance(first, dict) and form.speaker not in first:
-        # Either key may hold either format.
-        form = next((other for other in LISTS.values() if other.speaker in first), form)
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
         raise InvalidRecordError(
-            f'must have "{key}": a list of {{"{form.speaker}", "{form.text}"}} with a text or parts'
+            f'must have "{key}": a list of {{"{form[0]}", "{form[1]}"}} with a text or parts'
         )
+    # Either key may hold either format.
+    form = next((other for other in (form, *LISTS.values()) if other[0] in given[0]), form)
     items: dict[Medium, list[Any]] = {}
     messages = []
     for number, message in enumerate(given, 1):
         try:
-            messages.append(_read_message(message, form, items))
+            messages.append(_read_message(message, *form, items))
         except InvalidRecordError as error:
             raise InvalidRecordError(f'has in "{key}" as message {number} {error}') from None
-    speakers = tuple(str(message.get(form.speaker)) for message in given)
-    return RecordMessages(messages=tuple(messages), speakers=speakers, key=key, items=items)
+    return RecordMessages(messages=tuple(messages), key=key, items=items)
 
 
 def _read_message(
-    message: dict[str, Any], form: _Form, items: dict[Medium, list[Any]]
+    message: dict[str, Any], speaker_key: str, text_key: str, items: dict[Medium, list[Any]]
 ) -> ChatMessage:
     """Return a message, its media appended to `items`."""
     fields = {key: value for key, value in message.items() if value is not None}
-    speaker = fields.pop(form.speaker, None)
+    speaker = fields.pop(speaker_key, None)
     role = _ROLE_OF.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise InvalidRecordError(
-            f'"{form.speaker}" {json.dumps(speaker)}; it must be one of {", ".join(_ROLE_OF)}'
+            f'"{speaker_key}" {json.dumps(speaker)}; it must be one of {", ".join(_ROLE_OF)}'
         )
-    content = fields.pop(form.text, None)
+    content = fields.pop(text_key, None)
     more: dict[str, Any] = {}
     for key, (name, reader) in _ASSISTANT_KEYS.items():
         if key in fields:
@@ -125,18 +115,16 @@ def _read_message(
         raise InvalidRecordError(f'"{unknown[0]}", which is not understood; remove it')
     if speaker in _CALL_ROLES:
         more["calls"] = (*more.get("calls", ()), *_read_calls(content))
-        return ChatMessage(role=role, text="", **more)
-    if content is None and more.get("calls"):
-        return ChatMessage(role=role, text="", **more)
-    return ChatMessage(role=role, text=_read_content(content, form, items), **more)
-
-
-def _read_content(content: Any, form: _Form, items: dict[Medium, list[Any]]) -> str:
-    if isinstance(content, str):
-        return _FILE_TAGS.sub(lambda found: _read_file_tag(found, items), content)
-    if not isinstance(content, list) or not content:
-        raise InvalidRecordError(f'an odd "{form.text}"; it must be a text or parts with a "type"')
-    return "".join(_read_part(part, items) for part in content)
+        text = ""
+    elif isinstance(content, str):
+        text = _FILE_TAGS.sub(lambda found: _read_file_tag(found, items), content)
+    elif isinstance(content, list) and content:
+        text = "".join(_read_part(part, items) for part in content)
+    elif content is None and more.get("calls"):
+        text = ""
+    else:
+        raise InvalidRecordError(f'an odd "{text_key}"; it must be a text or parts with a "type"')
+    return ChatMessage(role=role, text=text, **more)
 
 
 def _read_file_tag(found: re.Match[str], items: dict[Medium, list[Any]]) -> str:
@@ -159,15 +147,13 @@ def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
             f'a part of "type" {json.dumps(kind)}; it must be text, {", ".join(_MEDIA_PARTS)}'
         )
     medium, names = _MEDIA_PARTS[kind]
-    unknown = [key for key in given if key not in names]
-    if unknown:
-        raise InvalidRecordError(f'a part of type {kind} with unknown "{unknown[0]}"; remove it')
-    if len(given) > 1:
-        raise InvalidRecordError(f"a part of type {kind} with {', '.join(given)}; give one of them")
-    for value in given.values():
-        items.setdefault(medium, []).append(
-            value.get("url") if kind.endswith("_url") and isinstance(value, dict) else value
+    if len(given) > 1 or not given.keys() <= {*names}:
+        raise InvalidRecordError(
+            f"a part of type {kind} with {', '.join(given)}; it may have one of {', '.join(names)}"
         )
+    for value in given.values():
+        is_url = kind.endswith("_url") and isinstance(value, dict)
+        items.setdefault(medium, []).append(value.get("url") if is_url else value)
     return MARK_OF[medium]
 
 

@@ -26,11 +26,7 @@ from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Sample, Turn, V
 _PATHS_RULE = "a path, a list of paths, or absent"
 _VIDEO_RULE = "a file, a folder of frames, or a list of their paths"
 # Record keys for media: InternVL's, then ms-swift's and LLaMA-Factory's.
-_ITEM_KEYS: dict[Medium, tuple[str, str]] = {
-    "image": ("image", "images"),
-    "video": ("video", "videos"),
-    "audio": ("audio", "audios"),
-}
+_ITEM_KEYS: dict[Medium, tuple[str, str]] = {medium: (medium, f"{medium}s") for medium in MARK_OF}
 _KEYS = (
     *("conversations", "messages", "system", "tools", "kinds"),
     *(key for keys in _ITEM_KEYS.values() for key in keys),
@@ -187,24 +183,21 @@ def _find_items(
 ) -> tuple[str, Any]:
     """Return key and value of a record's media of one kind; the value is None if absent."""
     in_parts = messages.items.get(medium)
-    keys = [key for key in _ITEM_KEYS[medium] if record.get(key)]
-    places = [f'"{key}"' for key in keys] + [f'"{messages.key}"'] * (in_parts is not None)
+    given = {key: record[key] for key in _ITEM_KEYS[medium] if record.get(key) is not None}
+    used = [key for key in given if given[key]]
+    places = [f'"{key}"' for key in (*used, *[messages.key] * (in_parts is not None))]
     if len(places) > 1:
         raise InvalidRecordError(
             f"names what it shows or says in {' and in '.join(places)}; give each item in one place"
         )
     if in_parts is not None:
         return f"{medium}s", in_parts
-    empty = next((key for key in _ITEM_KEYS[medium] if record.get(key) is not None), None)
-    key = keys[0] if keys else empty
-    return (medium, None) if key is None else (key, record[key])
+    return next(((key, given[key]) for key in (*used, *given)), (medium, None))
 
 
 def _read_names(value: Any, key: str, remedy: str) -> list[str]:
     names = [value] if isinstance(value, str | dict) else value
-    if not isinstance(names, list):
-        raise _odd_value_error(key, remedy)
-    paths = [_read_path(name, key) for name in names]
+    paths = [_read_path(name, key) for name in names] if isinstance(names, list) else [""]
     if not all(isinstance(path, str) and path for path in paths):
         raise _odd_value_error(key, remedy)
     return paths
@@ -340,10 +333,10 @@ def _pop_turn(left: list[ChatMessage], messages: RecordMessages) -> Turn:
 
 
 def _alternation_error(messages: RecordMessages) -> InvalidRecordError:
-    user, model = ("human", "gpt") if messages.key == "conversations" else ("user", "assistant")
+    roles = ", ".join(message.role for message in messages.messages)
     return InvalidRecordError(
-        f'has "{messages.key}" from {", ".join(messages.speakers)}; {user} and {model} must '
-        f"alternate, {user} first and {model} last; tools' results may replace {user}"
+        f'has "{messages.key}" from {roles}; user (human) and assistant (gpt) must alternate, user '
+        "first and assistant last; tools' results may replace user"
     )
 
 

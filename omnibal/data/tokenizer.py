@@ -39,14 +39,19 @@ _FATAL_LEVEL = 3  # SentencePiece's level of logging
 class Tokenizer(ABC):
     """Picklable text-to-ids interface."""
 
-    path: Path  # tokenizer model file
-    sha256: str  # SHA-256 of model, added tokens and settings
     vocab_size: int  # highest id + 1
     add_bos: bool  # whether the tokenizer's settings prepend `bos_piece`
-    bos_piece: str
-    template: str | None  # Jinja chat template next to the tokenizer, not covered by `sha256`
-    named_pieces: dict[str, str]  # pieces by role, such as "eos_token"
     special_pieces: tuple[str, ...]  # special added tokens
+
+    def __init__(self, path: Path, content: bytes, settings: "_Settings | None") -> None:
+        """Take the tokenizer's model file, its content and the settings in its folder, if any."""
+        self.path = path
+        self.sha256 = _hash_files(content, settings)  # of model, added tokens and settings
+        self._settings = settings or _Settings()
+        self.bos_piece = self._settings.bos_piece
+        self.named_pieces = self._settings.named_pieces  # by role, such as "eos_token"
+        # Jinja chat template next to the tokenizer, not covered by `sha256`.
+        self.template = _read_template(path, self._settings)
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -145,6 +150,11 @@ class AddedToken(BaseModel):
     single_word: bool = False  # whether the token is matched only at word boundaries
 
 
+class _NamedTemplate(BaseModel):
+    name: str
+    template: str
+
+
 _TokenSetting = str | AddedToken | None
 _TOKEN_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -166,6 +176,14 @@ class _Settings(BaseModel):
     tokenizer_class: str | None = None
     legacy: bool | None = None
     add_prefix_space: bool | None = None
+    chat_template: str | list[_NamedTemplate] | None = Field(default=None, exclude=True)
+
+    @property
+    def template(self) -> str | None:
+        """Chat template, or of several the default, or None if absent."""
+        if not isinstance(self.chat_template, list):
+            return self.chat_template
+        return {named.name: named.template for named in self.chat_template}.get("default")
 
     @property
     def bos_piece(self) -> str:
@@ -195,36 +213,14 @@ class _Settings(BaseModel):
         return [*usual, *(token.content for token in self.special_tokens)]
 
 
-class _TemplateEntry(BaseModel):
-    name: str
-    template: str
-
-
-class _TemplateHolder(BaseModel):
-    """Chat templates in a JSON file; other fields are ignored."""
-
-    chat_template: str | list[_TemplateEntry] | None = None
-
-    @property
-    def text(self) -> str | None:
-        """Chat template, or of several the default, or None if absent."""
-        if not isinstance(self.chat_template, list):
-            return self.chat_template
-        return {named.name: named.template for named in self.chat_template}.get("default")
-
-
-def _read_template(path: Path) -> str | None:
+def _read_template(path: Path, settings: _Settings) -> str | None:
     """Return the first chat template in Transformers' order of files, or None if absent."""
-    alone = path.with_name(TEMPLATE_FILE)
+    alone, old = path.with_name(TEMPLATE_FILE), path.with_name(_OLD_TEMPLATE_FILE)
     if alone.is_file():
         return read_text(alone, "restore it")
-    for name in (CONFIG_FILE, _OLD_TEMPLATE_FILE):
-        file = path.with_name(name)
-        if file.is_file():
-            holder = read_json_model(_TemplateHolder, file, f"restore the checkpoint's own {name}")
-            if holder.text is not None:
-                return holder.text
-    return None
+    if settings.template is None and old.is_file():
+        settings = read_json_model(_Settings, old, f"restore the checkpoint's own {old.name}")
+    return settings.template
 
 
 def _content_of_setting(token: _TokenSetting) -> str | None:
@@ -257,9 +253,7 @@ class _SentencePiece(Tokenizer):
     """SentencePiece model; text is split at added tokens, which take precedence over its pieces."""
 
     def __init__(self, path: Path, content: bytes, settings: _Settings | None) -> None:
-        self.path = path
-        self.sha256 = _hash_files(content, settings)
-        self._settings = settings or _Settings()
+        super().__init__(path, content, settings)
         # Llama with `legacy: false`: one space before the text, none after added tokens.
         llama = self._settings.tokenizer_class in ("LlamaTokenizer", "LlamaTokenizerFast")
         self._keeps_first_space = llama and self._settings.legacy is False
@@ -278,16 +272,11 @@ class _SentencePiece(Tokenizer):
         longest_first = sorted(map(re.escape, self._added), key=len, reverse=True)
         self._borders = re.compile(f"({'|'.join(longest_first) or _MATCH_NOTHING})")
         self.vocab_size = max([self._pieces - 1, *self._content_of]) + 1
-        self.bos_piece = self._settings.bos_piece
         self.add_bos = self._settings.add_bos_token is not False
-        self.template = _read_template(path)
-        self.named_pieces = self._settings.named_pieces
         special = (piece for piece, (_, token) in self._added.items() if token.special)
         self.special_pieces = tuple(special)
 
     def encode(self, text: str) -> list[int]:
-        if not (self._added or self._keeps_first_space):
-            return self._model.EncodeAsIds(text)
         first_space = self._keeps_first_space and text != ""
         if first_space:
             text = text.replace(_SPACE, " ")
@@ -360,8 +349,7 @@ class _Fast(Tokenizer):
     """Hugging Face tokenizer.json with added tokens and flags from the settings."""
 
     def __init__(self, path: Path, content: bytes, settings: _Settings) -> None:
-        self.path = path
-        self.sha256 = _hash_files(content, settings)
+        super().__init__(path, content, settings)
         try:
             self._model = FastModel.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
@@ -372,10 +360,7 @@ class _Fast(Tokenizer):
         self._model.no_padding()
         self._add_missing_tokens(settings)
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        self.bos_piece = settings.bos_piece
         self.add_bos = settings.add_bos_token is True
-        self.template = _read_template(path)
-        self.named_pieces = settings.named_pieces
         added = self._model.get_added_tokens_decoder().values()
         self.special_pieces = tuple(token.content for token in added if token.special)
 

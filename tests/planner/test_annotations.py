@@ -169,13 +169,13 @@ USER = {"role": "user", "content": "a"}
             {"messages": [HUMAN, USER]},
             'in "messages" as message 2 "from" null; it must be one of s',
         ),
-        ({"messages": [USER]}, "from user; user and assistant must alternate, user first and assi"),
+        ({"messages": [USER]}, "from user; user .human. and assistant .gpt. must alternate"),
         ({"messages": [USER], "conversations": [HUMAN]}, 'has "conversations" and "messages"; le'),
         ({"conversations": []}, 'must have "conversations"'),
         ({"conversations": ["q", "a"]}, 'must have "conversations"'),
         ({"conversations": [HUMAN, {"from": "gpt"}]}, 'message 2 an odd "value"'),
-        ({"conversations": [HUMAN]}, "from human; human and gpt must alternate"),
-        ({"conversations": [GPT, HUMAN]}, "from gpt, human; human and gpt"),
+        ({"conversations": [HUMAN]}, "from user; user .human."),
+        ({"conversations": [GPT, HUMAN]}, "from assistant, user; user"),
         ({"conversations": [HUMAN, HUMAN]}, "must alternate"),
         (record_of("<image>"), r"has 1 <image> for 0 image\(s\)"),
         (record_of("<image><image>", image="x.png"), r"has 2 <image> for 1 image\(s\)"),
@@ -192,10 +192,10 @@ USER = {"role": "user", "content": "a"}
         (record_of("<video>\n", video=["f.jpg"], image=["x.png", "y"]), "has 0 <image> for 2"),
         (record_of("<image>", video=["f.jpg"]), "has 1 <image> for 0 image"),
         (record_of("<video>\n<video>\n", video=["f.jpg"]), r"has 2 <video> for 1 video"),
-        (talk("system", "human", "human"), "from system, human, human; human and gpt"),
-        (talk("system"), "from system; human and gpt"),
+        (talk("system", "human", "human"), "from system, user, user; user"),
+        (talk("system"), "from system; user"),
         (talk("human", "system", "gpt"), "must alternate"),
-        (talk("gpt"), "from gpt; human"),
+        (talk("gpt"), "from assistant; user"),
         (talk("gpt", "gpt", "human", "gpt"), "must alternate"),
         (talk("user", "model"), 'message 2 "from" "model"; it must be one of'),
         (talk("system", "human", "gpt", system="<image>"), "<image> in an answer or system"),
@@ -447,7 +447,7 @@ def test_samples_of_an_array(tmp_path, name):
     for k in (0, 1, 3, 4):
         where = f"{tmp_path / name}: sample {k % 3 + 1}"
         assert array[k] == replace(lines[k], where=where)
-    with pytest.raises(UserError, match=rf"{name}: sample 3 has \"conversations\" from human"):
+    with pytest.raises(UserError, match=rf"{name}: sample 3 has \"conversations\" from user"):
         _ = array[5]
 
 

@@ -141,7 +141,7 @@ def test_wrong_lengths_files_are_named(tmp_path, name, content, expected):
 
 def test_missing_column_is_named(lengths_file):
     """Prevents a bare KeyError for another tool's Parquet file."""
-    with pytest.raises(UserError, match=r"lacks the column\(s\) loss_tokens, source"):
+    with pytest.raises(UserError, match=r"have the column\(s\) loss_tokens, source once"):
         read_changed(lengths_file, lambda table: table.select(["tiles", "tokens"]))
 
 
