@@ -22,7 +22,12 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import packaged_template, render_chat
 from omnibal.data.native_resolution import repeated_tokens, seen_videos
-from omnibal.data.own_template import Conversation, OwnTemplate, own_template
+from omnibal.data.own_template import (
+    Conversation,
+    OwnTemplate,
+    cannot_write_error,
+    own_template,
+)
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.tokenizer import (
     AUDIO_CONTEXT,
@@ -198,21 +203,13 @@ class _InternVLTemplate:
 
     def _check(self, sample: Sample) -> None:
         """Raise on tools and reasoning, which the template cannot write, and on reserved pieces."""
-        calls = any(turn.calls or turn.results for turn in sample.turns)
-        reasons = any(turn.reasoning is not None for turn in sample.turns)
-        has_tools = sample.tools is not None or calls
-        refused = [*["tools"] * has_tools, *['"reasoning_content"'] * reasons]
-        if refused:
-            raise UserError(
-                f"{sample.where}: has {' and '.join(refused)}, which chat_template "
-                f"{self.model.chat_template!r} cannot write; put them into texts, or leave it out"
-            )
-        texts = [sample.system or "", sample.greeting or ""]
-        texts += [text for turn in sample.turns for text in (turn.question, turn.answer)]
+        if sample.extras:
+            name = f"chat_template {self.model.chat_template!r}"
+            raise cannot_write_error(sample, sample.extras, name)
         marked = f"an image with {IMAGE}"
         if self.model.takes_audio:
             marked += f", a recording with {AUDIO}"
-        self.tokenizer.check_text("\n".join(texts), sample.where, self.text_pieces, marked)
+        self.tokenizer.check_text(sample.text, sample.where, self.text_pieces, marked)
 
     def _write_items(self, questions: Sequence[str], sample: Sample) -> list[str]:
         """Replace marks in questions by the template's text for images, videos and recordings."""

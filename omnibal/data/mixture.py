@@ -67,12 +67,9 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
             f"lengths, which are {', '.join(names[:20])}: epochs = 0 leaves one out"
         )
     rules = [mixture.sources[name] for name in names]
-    seen = np.zeros(len(names))
+    seen = np.rint(np.array([rule.epochs or 0.0 for rule in rules]) * available)
     weight = np.array([rule.weight or 0.0 for rule in rules])
     weighted = (weight > 0) & (available > 0)
-    for place, rule in enumerate(rules):
-        if rule.epochs is not None:
-            seen[place] = round(rule.epochs * available[place])
     left = float(available[weighted].sum())
     if mixture.samples is not None:
         left = mixture.samples - seen.sum()
@@ -101,22 +98,15 @@ def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) ->
     seen, max_epochs = samples_of_sources(mixture, names, available), mixture.most_epochs
     rules, notes = [mixture.sources[name] for name in names], []
     if max_epochs is not None:
-        full = seen == _max_samples(mixture, available)
-        limited = [
-            name
-            for name, rule, is_full in zip(names, rules, full, strict=True)
-            if rule.weight is not None and is_full
-        ]
+        full = np.flatnonzero(seen == _max_samples(mixture, available)).tolist()
+        limited = [names[i] for i in full if rules[i].weight is not None]
         if limited:
             limit = f"most_epochs = {max_epochs:g}"
             notes.append(f"{limit} limits {words(limited)}, whatever the weights are")
     if mixture.samples is not None and seen.sum() < mixture.samples:
         notes.append(f"samples are {seen.sum():,}, not {mixture.samples:,}, by most_epochs")
-    unseen = [
-        name
-        for name, rule, samples in zip(names, rules, seen.tolist(), strict=True)
-        if not samples and (rule.weight or rule.epochs)
-    ]
+    empty = np.flatnonzero(seen == 0).tolist()
+    unseen = [names[i] for i in empty if rules[i].weight or rules[i].epochs]
     if unseen:
         notes.append(f"no sample of {words(unseen)} is seen: of so few, the share is less than one")
     return notes

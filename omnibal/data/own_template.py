@@ -94,6 +94,13 @@ class Conversation:
         return self.messages[: self.answers[turn - self.turns]]
 
 
+def cannot_write_error(sample: Sample, extras: Sequence[str], template: str) -> UserError:
+    return UserError(
+        f"{sample.where}: has {' and '.join(extras)}, which {template} cannot write; put it into "
+        "texts, or leave it out"
+    )
+
+
 def _message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
@@ -198,23 +205,11 @@ class OwnTemplate:
 
     def _check(self, sample: Sample) -> None:
         """Raise UserError if the template would drop content, or texts have reserved pieces."""
-        needed = {
-            "tools": sample.tools is not None,
-            "tool_calls": any(turn.calls for turn in sample.turns),
-            "tool": any(turn.results for turn in sample.turns),
-            "reasoning_content": any(turn.reasoning is not None for turn in sample.turns),
-        }
-        for word, is_needed in needed.items():
-            if is_needed and word not in self.text:
-                raise UserError(
-                    f"{sample.where}: has what templates write of {word!r}, and the chat template "
-                    f"of {self.tokenizer.path} writes nothing of it; put it into its texts"
-                )
-        texts = [sample.system or "", sample.greeting or "", sample.tools or ""]
-        for turn in sample.turns:
-            texts += [turn.question, turn.answer, *turn.results, turn.reasoning or "", *turn.calls]
+        refused = [word for word in sample.extras if word not in self.text]
+        if refused:
+            raise cannot_write_error(sample, refused, f"the chat template of {self.tokenizer.path}")
         pieces = (*self.control_pieces, BEGIN, END, _STAND_IN)
-        self.tokenizer.check_text("\n".join(texts), sample.where, pieces, f"an image with {IMAGE}")
+        self.tokenizer.check_text(sample.text, sample.where, pieces, f"an image with {IMAGE}")
 
     def _render_messages(
         self, conversation: Conversation, messages: list[dict[str, Any]], prompt: bool = False

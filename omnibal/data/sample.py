@@ -59,6 +59,25 @@ class Sample:
     augment: bool = False  # `data_augment` of the meta: degrade tiles at random in training
     max_dynamic_patch: int | None = None  # max tiles of an image, None for the model's
 
+    @property
+    def extras(self) -> list[str]:
+        """Words that a chat template contains if it writes what else the sample has."""
+        has = {
+            "tools": self.tools is not None,
+            "tool_calls": any(turn.calls for turn in self.turns),
+            "tool": any(turn.results for turn in self.turns),
+            "reasoning_content": any(turn.reasoning is not None for turn in self.turns),
+        }
+        return [word for word, is_given in has.items() if is_given]
+
+    @property
+    def text(self) -> str:
+        """All texts, on separate lines."""
+        texts = [self.system or "", self.greeting or "", self.tools or ""]
+        for turn in self.turns:
+            texts += [turn.question, turn.answer, *turn.results, turn.reasoning or "", *turn.calls]
+        return "\n".join(texts)
+
     def tiling(self, tiling: TilingConfig) -> TilingConfig:
         """Return an image's tiling: images share max tiles unless `by_processor`; a frame has 1."""
         max_tiles = self.max_dynamic_patch or tiling.max_dynamic_patch

@@ -46,16 +46,11 @@ class PackMetrics:
         """Return metrics by the keys of `omnibal pack --json`."""
         figures: dict[str, float] = {}
         for name, value in asdict(self).items():
-            match name:
-                case "fill":
-                    figures |= {f"fill_{feature}": share for feature, share in value.items()}
-                case "dist_ratio":
-                    figures |= {
-                        f"dist_ratio_{_MODEL_PARTS.get(feature, feature)}": ratio
-                        for feature, ratio in value.items()
-                    }
-                case _:
-                    figures[name] = value
+            if isinstance(value, dict):
+                parts = _MODEL_PARTS if name == "dist_ratio" else {}
+                figures |= {f"{name}_{parts.get(key, key)}": part for key, part in value.items()}
+            else:
+                figures[name] = value
         return figures
 
 

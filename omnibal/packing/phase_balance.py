@@ -83,13 +83,8 @@ def _rank_loads(
     for name, samples in whole.items():
         shape = len(held[name]), held[name].shape[1] * ranks_of_pipeline
         for loads, pipelines in ((before, 1), (after, dp_encoders.pipelines)):
-            dealt = samples.deal(
-                pipeline,
-                pipelines=pipelines,
-                ranks_of_pipeline=ranks_of_pipeline,
-                times=dp_encoders.sample_times[name],
-                unit_ms=unit_ms,
-            )
+            sizes = {"pipelines": pipelines, "ranks_of_pipeline": ranks_of_pipeline}
+            dealt = samples.deal(pipeline, dp_encoders, name, **sizes)
             loads[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
         load = load + after[name].reshape(by_group)
         steps = np.split(dealt.weight, np.searchsorted(dealt.rank // shape[1], range(1, shape[0])))

@@ -20,11 +20,7 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.config import ModelConfig
-from omnibal.model.data_parallel_encoders import (
-    DataParallelEncoders,
-    SampleTimes,
-    takes_whole_samples,
-)
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, takes_whole_samples
 from omnibal.model.encoders import squares_of
 from omnibal.model.levels import Level
 from omnibal.packing.balance import load_bound, lower_max_load
@@ -198,14 +194,19 @@ class SampleItems:
     def deal(
         self,
         pipeline: np.ndarray,
+        dp_encoders: DataParallelEncoders,
+        name: str,
         *,
         pipelines: int,
         ranks_of_pipeline: int,
-        times: SampleTimes,
-        unit_ms: float,
     ) -> DealtSamples:
-        """Deal samples to groups' ranks. Cached: `pipeline`, int64 [rows], must be the same."""
+        """Deal samples of encoder `name` to the ranks of groups of `pipelines`.
+
+        Cached: `pipeline`, int64 [rows], must be the same.
+        """
         # A search repeats a few sizes, always with the same `pipeline`.
+        times = dp_encoders.sample_times[name]
+        unit_ms = unit_of_time(dp_encoders.item_ms, dp_encoders.square_ms)
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
             items, squares = self.items[self.rows.samples], self.squares[self.rows.samples]
@@ -240,13 +241,8 @@ def deal_whole_samples(
     dealt, load = dict[str, DealtSamples](), NO_LOAD
     size = dp_encoders.pipelines * ranks_of_pipeline
     for name, rows in samples.items():
-        dealt[name] = rows.deal(
-            pipeline,
-            pipelines=dp_encoders.pipelines,
-            ranks_of_pipeline=ranks_of_pipeline,
-            times=dp_encoders.sample_times[name],
-            unit_ms=unit_of_time(dp_encoders.item_ms, dp_encoders.square_ms),
-        )
+        sizes = {"pipelines": dp_encoders.pipelines, "ranks_of_pipeline": ranks_of_pipeline}
+        dealt[name] = rows.deal(pipeline, dp_encoders, name, **sizes)
         weights = dealt[name].of_ranks(dealt[name].weight, groups * size)
         load = load + weights.reshape(groups, size)
     return dealt, load

@@ -366,7 +366,7 @@ def test_pieces_and_ends(folders):
     ("template", "sample", "message"),
     [
         ("trimmed", sample_of(("q", "a"), system="s"), r"cannot write it \(no system message\)"),
-        ("chatml", sample_of(("q", "a"), tools="[{}]"), "what templates write of 'tools'"),
+        ("chatml", sample_of(("q", "a"), tools="[{}]"), "has tools, which the chat template"),
         ("marked", sample_of(("<image>q", "a")), "cannot write it"),
         ("thinking", sample_of(("<image>q", "a")), "cannot write it"),
     ],
