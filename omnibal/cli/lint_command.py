@@ -64,7 +64,7 @@ def lint(
     if prediction is not None and not isinstance(prediction, str):
         # Memory that does not fit is a finding, but `starts` is about flags only.
         findings += [] if prediction.finding is None else [prediction.finding]
-        tables, notes = [*cost_tables(prediction)], [*prediction.line_job.notes]
+        tables, notes = cost_tables(prediction), [*prediction.line_job.notes]
     result = {
         "starts": starts,
         "findings": [finding.model_dump(mode="json") for finding in findings],

@@ -82,11 +82,9 @@ def cost_result(verdict: "Verdict | str | None") -> dict[str, Any]:
     return result | {"prediction": prediction, "better": faster, "least_recompute": smaller}
 
 
-def cost_tables(verdict: "Verdict") -> Iterator[Table | Facts | str]:
-    """Yield the tables of stages and of the whole job, then sentences of advice."""
-    yield _costed_stages_table(verdict)
-    yield _prediction_facts(verdict)
-    yield from _advice(verdict)
+def cost_tables(verdict: "Verdict") -> list[Table | Facts | str]:
+    """Return the tables of stages and of the whole job, then sentences of advice."""
+    return [_costed_stages_table(verdict), _prediction_facts(verdict), *_advice(verdict)]
 
 
 def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:

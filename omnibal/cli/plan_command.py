@@ -106,9 +106,9 @@ class PlanDataOptions:
     window: Annotated[
         int | None, shared.count_option("samples per step in file order (default: shuffle)")
     ] = None
-    dispatch: Annotated[results.Dispatch, typer.Option(help="balance each --window over ranks")] = (
-        results.Dispatch.ON
-    )
+    dispatch: Annotated[
+        Literal["on", "off"], typer.Option(help="balance each --window over ranks")
+    ] = "on"
     steps_of: Annotated[
         Path | None, typer.Option(metavar="DIR", help="plan whose steps are kept, for other sizes")
     ] = None
@@ -161,14 +161,8 @@ class PlanDataOptions:
             given = shape_caps(model, given, share)
         check_limits([*given, *needed], model.item_features, model.name)
         if not set(given).issuperset(needed):
-            options = [option_of(name) for name in needed]
-            all_of, none = {1: ("", "no limit"), 2: ("both ", "neither")}.get(
-                len(options), ("all of ", "none")
-            )
-            raise UserError(
-                f"{words(needed)} of a pack must be limited: give {all_of}{words(options)}, or "
-                f"{none}, with --lengths, to have them searched for"
-            )
+            options = words([option_of(name) for name in needed])
+            raise UserError(f"give {options}; or none, with --lengths, to have them searched for")
         return Caps.of(**given)
 
     def goal_data(
@@ -196,7 +190,7 @@ class PlanDataOptions:
                 lengths=samples,
                 caps=caps,
                 window=self.window,
-                is_dispatched=self.dispatch is results.Dispatch.ON,
+                is_dispatched=self.dispatch == "on",
                 epochs=self.epochs,
             )
         return Samples(
@@ -372,7 +366,6 @@ def _make_goal(
 def _print_plan(
     as_json: bool, planned: "Planned", rates: "Sequence[StepRate]", limits: dict[str, Any]
 ) -> None:
-    from omnibal.cli.phase_table import phases_of_plan, phases_table
     from omnibal.job.check import training_obstacles
     from omnibal.report import plan_tables
     from omnibal.search.step_size import StepSamples
@@ -397,7 +390,7 @@ def _print_plan(
     summary["image_share"] = None if plan.shapes is None else tables.share_of_images(plan)
     summary["window"] = None if windows is None else asdict(windows)
     summary["levels"] = results.levels_of_plan(plan, packs)
-    summary |= results.balance_of(plan, result.data)
+    summary |= results.balance_of(result)
     if plan.model.encoders:
         summary["encoder"] = {
             "placement": choice.chosen.value,
@@ -415,7 +408,7 @@ def _print_plan(
     if len(rates) > 1:
         lines.append(tables.rates_text(rates))
     summary |= planned.sharding.as_dict() | planned.schedule.as_dict()
-    phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
+    phases = results.phases_of_plan(result)
     summary["phases"] = [asdict(phase) for phase in phases]
     strategies: list[Any] = []
     if search is not None:
@@ -437,7 +430,7 @@ def _print_plan(
         strategies += [] if close is None else [close]
     memory, lost = plan_tables.peak_table(plan), tables.lost_time_table(prediction)
     assert memory is not None
-    pack_tables = results.levels_table(plan, packs), phases_table(phases)
+    pack_tables = results.levels_table(plan, packs), results.phases_table(phases)
     print_result(
         as_json,
         summary,

@@ -1,16 +1,16 @@
-"""Results of `omnibal plan` by level of packs, and by window of a stream."""
+"""Results of `omnibal plan` by level of packs, by window of a stream, and by encoder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from omnibal.job.plan import Plan
 from omnibal.report.table import Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
-    from omnibal.data.lengths import Lengths
     from omnibal.job.planner import PlanResult
     from omnibal.packing.packs import ScheduledPacks
+    from omnibal.packing.phase_balance import PhaseBalance
 
 
 def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:
@@ -59,9 +59,7 @@ def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
     return Table.of_rows("Levels of packs", (*titles, "recomputed by stage"), rows)
 
 
-def balance_of(
-    plan: Plan, data: "tuple[ScheduledPacks, Lengths] | None"
-) -> dict[str, float | None]:
+def balance_of(result: "PlanResult") -> dict[str, float | None]:
     """Return balance metrics of attention and its exchange by JSON key, each None without packs."""
     from omnibal.packing.balance_metrics import measure_packs
 
@@ -72,20 +70,13 @@ def balance_of(
         "exchanged_ratio",
         "tokens_per_rank",
     )
-    if data is None or plan.data is None:
+    plan = result.plan
+    if result.data is None or plan.data is None:
         return dict.fromkeys(names)
-    packs, lengths = data
-    dp = plan.parallel.data
+    (packs, lengths), dp = result.data, plan.parallel.data
     # Packs' tokens stand for their load, and 1 for the bound on packs: these metrics use neither.
     metrics = measure_packs(packs, lengths, plan.pack_levels, dp, packs.tokens, 1).as_dict()
     return {name: metrics[name] for name in names}
-
-
-class Dispatch(StrEnum):
-    """Whether a window's samples are balanced over ranks, or its packs dealt in file order."""
-
-    ON = "on"
-    OFF = "off"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +84,7 @@ class WindowFacts:
     """Max rank time over mean, both predicted and summed over steps, which are windows."""
 
     samples: int  # per window
-    dispatch: Dispatch
+    dispatch: Literal["on", "off"]  # samples balanced over ranks, or packs dealt in file order
     imbalance: float  # of the plan
     imbalance_as_read: float  # if packed in file order and not balanced
 
@@ -102,20 +93,19 @@ class WindowFacts:
         as_read = f"; as they are read, {self.imbalance_as_read:.3f} times"
         return (
             f"windows of {self.samples:,} samples: the busiest rank takes {self.imbalance:.3f} "
-            f"times as long as the mean{as_read if self.dispatch is Dispatch.ON else ''}"
+            f"times as long as the mean{as_read if self.dispatch == 'on' else ''}"
         )
 
 
 def window_facts(result: "PlanResult") -> WindowFacts | None:
     """Return the imbalance of a plan and of file order, or None for a plan without windows."""
-    from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import StreamData
     from omnibal.packing.balance_metrics import imbalance, rank_sums
 
     stream = StreamData.of_plan(result.plan, result.data)
     if stream is None or result.data is None:
         return None
-    job = JobSpec.of_plan(result.plan, result.cost_source)
+    job = result.job
     as_read = replace(stream, is_dispatched=False).schedule(job)[0]  # as plain loaders do
     planned, loaded = (
         imbalance(rank_sums(packs, job.load_ms(packs.packs, stream.lengths), job.parallel.data))
@@ -123,7 +113,59 @@ def window_facts(result: "PlanResult") -> WindowFacts | None:
     )
     return WindowFacts(
         samples=stream.window,
-        dispatch=Dispatch.ON if stream.is_dispatched else Dispatch.OFF,
+        dispatch="on" if stream.is_dispatched else "off",
         imbalance=planned,
         imbalance_as_read=loaded,
+    )
+
+
+def phases_of_plan(result: "PlanResult") -> list["PhaseBalance"]:
+    """Return each phase's balance on a sample of steps. Empty without encoders or packs."""
+    import numpy as np
+
+    from omnibal.model.units import feature_names_at
+    from omnibal.packing.phase_balance import encoder_balances, language_balance
+    from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
+    from omnibal.pipeline.stage_cost import model_ms
+
+    plan = result.plan
+    if not plan.model.encoders or result.data is None:
+        return []
+    # The language phase excludes the pipeline's waits for data-parallel encoders.
+    job = replace(result.job, data_parallel_encoders=None)
+    workload = job.workload(*result.data, plan.pack_levels).some_steps(MAX_SIMULATED_STEPS)
+    cost, ranks = job.cost_of_all(plan.pack_levels), plan.parallel.data
+    names = feature_names_at(job.cost.features, plan.pack_levels)
+    steps, step = np.unique(workload.step, return_inverse=True)
+    cell = step * ranks + workload.dp_rank
+    items, samples = {}, {}
+    for name, tower in plan.model.encoders.items():
+        counts = workload.features[:, names.index(tower.feature)]
+        of_ranks = np.bincount(cell, counts, len(steps) * ranks).astype(np.int64)
+        items[name] = of_ranks.reshape(-1, ranks)  # in the ranks' packs, [steps, ranks]
+        if tower.feature in workload.samples:
+            samples[name] = workload.samples[tower.feature]
+    language_ms = model_ms(cost, plan.model.without_encoders(), workload.features_of(cost))
+    ranks_of_pipeline = plan.parallel.pipeline * plan.parallel.tensor
+    return [
+        *encoder_balances(items, ranks_of_pipeline, plan.data_parallel_encoders, samples, cell),
+        language_balance(workload.step, workload.dp_rank, language_ms, ranks),
+    ]
+
+
+def phases_table(phases: Sequence["PhaseBalance"]) -> Table | None:
+    """Return the phases' busiest rank over the mean, by phase. None without phases."""
+    if not phases:
+        return None
+    return Table.of_records(
+        "Phases: busiest rank over the mean",
+        phases,
+        {
+            "phase": lambda phase: phase.phase,
+            "own packs": lambda phase: f"{phase.imbalance_before:.4f}",
+            "balanced": lambda phase: (
+                "-" if phase.imbalance_after is None else f"{phase.imbalance_after:.4f}"
+            ),
+            "lower bound": lambda phase: f"{phase.bound:.4f}",
+        },
     )

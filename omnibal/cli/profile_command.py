@@ -118,7 +118,7 @@ def profile(
     from omnibal.job.check import model_obstacle
 
     for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
-        if not _is_installed(module):
+        if importlib.util.find_spec(module) is None:
             raise UserError(f'{package} is not installed; install it with: pip install ".[train]"')
     # Check all inputs here: later every process would report the same mistake.
     lengths = length_files(measured.lengths or [])
@@ -178,10 +178,3 @@ def profile(
         },
         tables.residuals_table(residuals, result.provider),
     )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False

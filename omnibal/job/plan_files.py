@@ -179,7 +179,7 @@ def iterate_portions(data: DataPlan, directory: Path) -> Iterator[tuple[Schedule
 
 def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Path) -> Plan:
     """Pack and write all portions for the first's stages; return the plan of all."""
-    plan, job = result.plan, JobSpec.of_plan(result.plan, result.cost_source)
+    plan, job = result.plan, result.job
     assert plan.data is not None and result.data is not None
     first, planned, levels = result.data[0], plan.data, plan.pack_levels
     is_ordered = result.search is not None and plan.made_for is None

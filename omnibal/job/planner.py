@@ -100,6 +100,11 @@ class PlanResult:
     available: tuple[int, ...] = ()  # samples per source, if the lengths are a mixture
 
     @property
+    def job(self) -> JobSpec:
+        """Job of the plan, with its costs."""
+        return JobSpec.of_plan(self.plan, self.cost_source)
+
+    @property
     def micro_batches(self) -> int:
         """Max micro-batches of a rank in a step."""
         if self.data is not None:

@@ -29,11 +29,8 @@ class PageFigure:
     @property
     def svg(self) -> str:
         """The figure as an SVG element. Empty if nothing is drawn."""
-        return (
-            ""
-            if self.drawn is None
-            else drawing.to_svg(self.drawn, f"{self.title}. {self.caption}")
-        )
+        drawn, label = self.drawn, f"{self.title}. {self.caption}"
+        return "" if drawn is None else drawing.to_svg(drawn, label)
 
 
 @drawing.style()

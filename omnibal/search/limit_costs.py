@@ -9,7 +9,6 @@ from enum import StrEnum
 from typing import Self
 
 from omnibal.base.errors import UserError
-from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, PlanData, SampleData
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import ModelConfig
@@ -296,7 +295,7 @@ def _request_of(
         )
     if trainer.stages != FREE:  # such a trainer has no data-parallel encoders
         plan = plan.model_copy(update={"data_parallel_encoders": None})
-    job = replace(JobSpec.of_plan(plan, result.cost_source), trainer=trainer)
+    job = replace(result.job, trainer=trainer)
     return PlanRequest(job=job, data=data, schedule=plan.schedule)
 
 

@@ -20,7 +20,7 @@ from feature_exchange_cases import (
 from length_cases import lengths_of
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cli.phase_table import phases_of_plan
+from omnibal.cli.plan_results import phases_of_plan
 from omnibal.cost.encoder_phase_costs import EncodersCost
 from omnibal.data.lengths import Lengths
 from omnibal.job.check import check_plan
@@ -371,10 +371,9 @@ def test_phases_are_those_of_samples_dealt() -> None:
     asked = request(Parallel(pipeline=2, data=2), count=200)
     result = make_plan(asked)
     assert result.data is not None
-    packs, lengths = result.data
-    [vision, _] = phases_of_plan(result.plan, packs, lengths, asked.job.cost_source)
+    [vision, _] = phases_of_plan(result)
     busiest = mean = least = 0.0
-    for walk in walks(asked, result.plan.data_parallel_encoders, packs):
+    for walk in walks(asked, result.plan.data_parallel_encoders, result.data[0]):
         groups = 2 // walk.choice.pipelines
         loads = [sum(walk.ms(np.array(own, np.int64)))
                  for block in range(groups) for own in walk.ranks_of(block)[0]]  # fmt: skip
