@@ -47,6 +47,7 @@ setup(
             "report/*.css",
             "report/*.jinja",
             "report/*.mplstyle",
+            "trainers/export/*.jinja",
         ],
         "megatron.vlm": ["conversion/*.jinja", "conversion/*.toml", "measure/fake_device/*.cpp"],
     },

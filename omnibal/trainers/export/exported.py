@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
@@ -105,3 +106,15 @@ def script_file(name: str) -> Writer:
     """Return a writer of a script that runs with the trainer, without importing omnibal."""
     script = files("omnibal.trainers.export").joinpath("scripts", name)
     return text_file(script.read_text(encoding="utf-8"))
+
+
+def fill_template(name: str, **values: Any) -> str:
+    """Return the text of a template of this folder."""
+    templates = Environment(
+        loader=PackageLoader("omnibal.trainers", "export"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    return templates.get_template(name).render(values)

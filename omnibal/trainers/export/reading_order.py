@@ -17,18 +17,6 @@ from omnibal.packing.full_steps import size_of_step
 from omnibal.packing.packs import ScheduledPacks
 
 ORDER_FILE = "order.parquet"
-COLUMNS = {
-    "pack": "number of the pack in reading order, from 0",
-    "step": "step that trains it, from 0",
-    "rank": "data-parallel rank that trains it",
-    "slot": "place among that rank's micro-batches of the step",
-    "source": "name of the sample's source",
-    "sample": "number of the sample in all of the data, from 0",
-    "record": "number of the sample's record in its file, from 0, or without --data its row in its "
-    "source; absent if unknown",
-    "file": "file of the record, with --data",
-    "tokens": "language tokens; then a column per kind of encoder items",
-}  # of `order.parquet`, a row per sample in reading order
 
 
 def reading_order(packs: ScheduledPacks) -> ScheduledPacks:

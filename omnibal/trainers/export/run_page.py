@@ -1,17 +1,15 @@
 """`RUN.md`: an export's training command, and its simulated time, memory and samples."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from omnibal.base.frozen import Frozen
-from omnibal.job.plan import Plan
 from omnibal.job.planner import predict_plan
 from omnibal.job.published_errors import errors_of_plan
 from omnibal.model.limits import memory_cap_gib
-from omnibal.trainers.export.exported import Exported, ExportInput
-from omnibal.trainers.export.reading_order import COLUMNS, ORDER_FILE
+from omnibal.trainers.export.exported import Exported, ExportInput, fill_template
+from omnibal.trainers.export.reading_order import ORDER_FILE
 
 RUN_PAGE = "RUN.md"
 
@@ -79,72 +77,15 @@ def _count_trained(given: ExportInput) -> dict[str, Any]:
 
 def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
     """Return `RUN.md` in Markdown; empty sections are left out."""
-    plan, target = given.plan, given.target
-    sections = {
-        "Command": f"```bash\n{exported.script}\n```",
-        "Settings": exported.settings and f"```\n{exported.settings.rstrip()}\n```",
-        "What to expect": _expectation(plan, expected),
-        "Stages": _stage_table(plan, expected),
-        "What is not as planned": _bullet_list(exported.deviations),
-        "Notes": _bullet_list(exported.notes),
-        "Files": _bullet_list(_list_files(given, exported)),
-    }
-    opening = (
-        f"# {plan.model.name} on {plan.parallel.world_size:,} GPUs with {target.title}\n\n"
-        f"A plan of `omnibal plan` as the files and flags of {target.title} {target.version}, "
-        f"written by `omnibal export`. Parallel sizes: {plan.parallel.text}."
+    plan, parts = given.plan, given.plan.stages_at(0)
+    return fill_template(
+        "run_page.md.jinja",
+        plan=plan,
+        target=given.target,
+        exported=exported,
+        expected=expected,
+        errors=errors_of_plan(plan),
+        stages=[[parts[part] for part in chunks] for chunks in plan.schedule.parts_of(len(parts))],
+        has_order=given.order is not None,
+        order_file=ORDER_FILE,
     )
-    parts = (f"## {title}\n\n{text}" for title, text in sections.items() if text)
-    return "\n\n".join([opening, *parts]) + "\n"
-
-
-def _bullet_list(sentences: Iterable[str]) -> str:
-    return "\n".join(f"- {sentence}" for sentence in sentences)
-
-
-def _expectation(plan: Plan, expected: Expected) -> str:
-    rows = [("packs a step", f"{expected.packs_per_step:,}, {expected.micro_batches:,} a rank")]
-    if expected.steps is not None:
-        rows.insert(0, ("steps", f"{expected.steps:,}"))
-        rows.append(("samples", f"{expected.samples:,}"))
-    if expected.samples_per_step is not None:
-        rows.append(("samples a step, mean", f"{expected.samples_per_step:,.1f}"))
-    rows.append(("step time, mean", f"{expected.step_ms:,.1f} ms"))
-    if expected.samples_per_second is not None:
-        rows.append(("samples a second", f"{expected.samples_per_second:,.2f}"))
-        rows.append(("samples a second and GPU", f"{expected.samples_per_second_per_gpu:,.3f}"))
-    if plan.schedule.chunks > 1:
-        rows.append(("schedule", f"{plan.schedule.name}, {plan.schedule.chunks} chunks a stage"))
-    rows.append(("idle share of device time", f"{100 * expected.bubble:.1f} %"))
-    peak = f"{max(expected.peak_gib):.1f} GiB of {expected.device_gib:g} GiB"
-    planned = f"{expected.usable_gib:.1f} GiB were planned with"
-    rows.append(("memory of the fullest device, peak", f"{peak} ({planned})"))
-    source = "measured" if expected.cost_source.startswith("profile:") else "counted"
-    return (
-        f"{_markdown_table(('', 'expected'), rows)}\n\nSimulated; costs are {source} "
-        f"({expected.cost_source}). Error of such predictions: {errors_of_plan(plan)}."
-    )
-
-
-def _stage_table(plan: Plan, expected: Expected) -> str:
-    parts, rows = plan.stages_at(0), []
-    for number, peak in enumerate(expected.peak_gib):
-        chunks = [parts[part] for part in plan.parts_of(number)]
-        units = " / ".join(", ".join(map(str, chunk.units)) for chunk in chunks)
-        recomputed = (", ".join(map(str, chunk.recompute)) or "nothing" for chunk in chunks)
-        rows.append((str(number), units, " / ".join(recomputed), f"{peak:.1f}"))
-    return _markdown_table(("stage", "holds", "recomputes", "peak, GiB"), rows)
-
-
-def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _list_files(given: ExportInput, exported: Exported) -> list[str]:
-    names = [f"`{name}`" for name in sorted(exported.files)]
-    if given.order is None:
-        return names or ["none: the plan is of shapes only, without samples"]
-    about = f"`{ORDER_FILE}`: a row per sample in reading order, with the columns"
-    columns = (f"  - `{name}`: {meaning}" for name, meaning in COLUMNS.items())
-    return [*names, "\n".join([about, *columns])]

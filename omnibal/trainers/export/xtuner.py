@@ -20,6 +20,7 @@ from omnibal.trainers.export.exported import (
     ExportInput,
     Writer,
     array_file,
+    fill_template,
     json_file,
     script_file,
 )
@@ -76,49 +77,18 @@ def _xtuner_settings(given: ExportInput) -> str:
     """Return Python statements of a config: data, FSDP and recomputation. Empty without samples."""
     if given.order is None:
         return ""
-    plan, datasets = given.plan, "\n".join(_datasets(given))
-    ratio = 1.0 if all_or_none(plan.stages_at(0), LANGUAGE) else 0.0
-    return f"""\
-import sys
-
-from xtuner.v1.config import AdamWConfig, FSDPConfig
-from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig
-
-EXPORT = {str(given.folder)!r}
-MODEL = {given.checkpoint or plan.model.name!r}
-OUTPUT = f'{{EXPORT}}/output'
-LR = {launch_variables(given)["LR"]}
-sys.path.insert(0, EXPORT)
-import xtuner_packs  # packs shorter than pack_max_length, and their images
-
-# tokenize_fn: of your model; it must count tokens as the plan's lengths do.
-dataset_config = [
-{datasets}
-]
-dataloader_config = DataloaderConfig(
-    dataset_config_list=dataset_config,
-    pack_level="preset",
-    pack_config_path=EXPORT,
-    sampler_type="preset",
-    sampler_config_path=f'{{EXPORT}}/{_ORDER}',
-    pack_max_length={given.longest_pack},
-    group_by_length=False,
-)
-fsdp_config = FSDPConfig(recompute_ratio={ratio})
-# trainer = TrainerConfig(dataloader_cfg=dataloader_config, fsdp_cfg=fsdp_config,
-#                         load_from=MODEL, work_dir=OUTPUT, optim_cfg=AdamWConfig(lr=LR),
-#                         global_batch_size={given.packs_per_step}, epoch_num=1, ...)"""
-
-
-def _datasets(given: ExportInput) -> Iterator[str]:
-    if given.annotations is None:
-        yield "    # every file of the data, by its path in paths.json"
-        return
-    has_images = bool(given.plan.model.encoders)
-    for path, root in _roots(given.annotations).items():
-        media = f", class_name='VLMJsonlDataset', media_root={str(root)!r}" if has_images else ""
-        yield f"    {{'dataset': DatasetConfig(anno_path={str(path)!r}{media}),"
-        yield "     'tokenize_fn': ...},"
+    roots = {} if given.annotations is None else _roots(given.annotations)
+    return fill_template(
+        "xtuner_config.py.jinja",
+        given=given,
+        folder=repr(str(given.folder)),
+        model=repr(given.checkpoint or given.plan.model.name),
+        lr=launch_variables(given)["LR"],
+        roots={repr(str(path)): repr(str(root)) for path, root in roots.items()},
+        has_images=bool(given.plan.model.encoders),
+        order=_ORDER,
+        ratio=1.0 if all_or_none(given.plan.stages_at(0), LANGUAGE) else 0.0,
+    )
 
 
 def _roots(annotations: Annotations) -> dict[Path, Path]:
