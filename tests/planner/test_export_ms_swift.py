@@ -27,7 +27,7 @@ from omnibal.pipeline.stage_units import Stage
 from omnibal.trainers.export.directory import export_input
 from omnibal.trainers.export.ms_swift import export
 from omnibal.trainers.export.ms_swift_records import row_of, write_rows
-from omnibal.trainers.export.scripts.check_packs import counted_lengths, difference, verdict
+from omnibal.trainers.export.scripts.check_packs import counted_lengths, verdict
 
 SWIFT = TargetName.MS_SWIFT
 
@@ -270,14 +270,14 @@ def test_the_check_of_packs_tells_what_differs(tmp_path):
     ended = run_check("nowhere")
     assert ended.returncode == 2 and not ended.stdout
     assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
-    assert difference(counted_lengths(tmp_path / "same"), tokens, packs) is None
-    assert verdict(tokens, tokens, packs)[0].startswith("as planned: ")
+    told = verdict(counted_lengths(tmp_path / "same"), tokens, packs)[0]
+    assert told.startswith("as planned: ")
     row = packs.index(packs[-1]) + 1  # not its pack's first row, in a pack with free space
     other = [*tokens[:row], tokens[row] - 1, *tokens[row + 1 :]]
     told, status = verdict(other, tokens, packs)
     assert status == 0 and f"1 of 300 lengths differ (row {row} has {other[row]} for" in told
-    assert difference(tokens[:-1], tokens, packs).startswith("299 rows were counted, not the plan")
+    assert verdict(tokens[:-1], tokens, packs)[0].startswith("299 rows were counted, not the plan")
     swapped, other = tokens.copy(), packs.index(1)
     swapped[0], swapped[other] = tokens[other], tokens[0]
-    told = difference(swapped, tokens, packs)
+    told, _ = verdict(swapped, tokens, packs)
     assert told is not None and "2 of 300 lengths differ (row 0 has" in told

@@ -10,6 +10,7 @@ read.
 import argparse
 import json
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,29 +43,6 @@ def packs_of(lengths: list[int], packing_length: int) -> list[int]:
     return begins
 
 
-def difference(counted: list[int], planned: list[int], packs: list[int]) -> str | None:
-    """Return a message on the first difference from the plan's packs, or None if equal.
-
-    By row: tokens `counted` by ms-swift, tokens `planned`, and number of the plan's pack.
-    """
-    if len(counted) != len(planned):
-        return f"{len(counted)} rows were counted, not the plan's {len(planned)}: rows are missing"
-    sums: dict[int, int] = {}
-    for pack, tokens in zip(packs, planned, strict=True):
-        sums[pack] = sums.get(pack, 0) + tokens
-    expected = [row for row, pack in enumerate(packs) if not row or packs[row - 1] != pack]
-    made = packs_of(counted, max(sums.values()))  # the export's packing_length
-    if made == expected:
-        return None
-    pairs = zip([*made, None], [*expected, None], strict=False)
-    first = next(number for number, (begin, other) in enumerate(pairs) if begin != other)
-    lengths = other_lengths(counted, planned)
-    reason = f"{lengths}: plan with these lengths"
-    if lengths is None:
-        reason = "yet all lengths are as planned; train.jsonl is not of this order.parquet"
-    return f"pack {first - 1} differs: {reason}"
-
-
 def other_lengths(counted: list[int], planned: list[int]) -> str | None:
     """Return a message on rows with other lengths: their number and the first; None if equal."""
     differ = [row for row, tokens in enumerate(planned) if counted[row] != tokens]
@@ -76,15 +54,31 @@ def other_lengths(counted: list[int], planned: list[int]) -> str | None:
 
 
 def verdict(counted: list[int], planned: list[int], packs: list[int]) -> tuple[str, int]:
-    """Return the message and the exit status: 1 if packs differ, else 0, even if lengths differ."""
-    problem = difference(counted, planned, packs)
-    if problem is not None:
-        return problem, 1
-    count = f"{packs[-1] + 1} packs of {len(planned)} rows"
-    lengths = other_lengths(counted, planned)
+    """Return the message and the exit status: 1 if packs differ, else 0, even if lengths differ.
+
+    By row: tokens `counted` by ms-swift, tokens `planned`, and number of the plan's pack.
+    """
+    if len(counted) != len(planned):
+        missing = f"{len(counted)} rows were counted, not the plan's {len(planned)}"
+        return f"{missing}: rows are missing", 1
+    sums: dict[int, int] = {}
+    for pack, tokens in zip(packs, planned, strict=True):
+        sums[pack] = sums.get(pack, 0) + tokens
+    expected = [row for row, pack in enumerate(packs) if not row or packs[row - 1] != pack]
+    made = packs_of(counted, max(sums.values()))  # the export's packing_length
+    count, lengths = (
+        f"{len(expected)} packs of {len(planned)} rows",
+        other_lengths(counted, planned),
+    )
+    if made == expected:
+        others = f"packs are as planned: {count}; but times and memory are of other lengths"
+        return f"as planned: {count}" if lengths is None else f"{others}: {lengths}", 0
+    pairs = zip_longest(made, expected)
+    first = next(number for number, (begin, other) in enumerate(pairs) if begin != other)
+    reason = f"{lengths}: plan with these lengths"
     if lengths is None:
-        return f"as planned: {count}", 0
-    return f"packs are as planned: {count}; but times and memory are of other lengths: {lengths}", 0
+        reason = "yet all lengths are as planned; train.jsonl is not of this order.parquet"
+    return f"pack {first - 1} differs: {reason}", 1
 
 
 def main() -> int:
