@@ -17,6 +17,7 @@ from omnibal.search.strategy import (
     Strategy,
     estimate,
     find_bound,
+    may_gain,
     plan_choice,
     possible_choices,
 )
@@ -44,6 +45,8 @@ class BoundedTrials:
     bounds: dict[Choice, Bound] = field(default_factory=dict)
     """Bounds of choices with a state that may fit."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)
+    scheduled: set[Choice] = field(default_factory=set)
+    """Choices planned in all schedules, others in 1F1B if that is allowed."""
     need_gib: dict[Choice, float] = field(default_factory=dict)
     """Lower bound of memory per device in 1F1B, for choices that do not fit."""
     obstacles: dict[Choice, str] = field(default_factory=dict)
@@ -69,30 +72,35 @@ class BoundedTrials:
         in_order = sorted((choice for choice in full if choice in self.bounds), key=self._order)
         if len(full) > most:  # too many to plan: estimate first
             fastest = self._of_least_estimates(in_order, most)
-            self._plan(fastest, partial(plan_choice, self.setting, True), len(fastest))
-            return
-        # Parallel lookahead may plan more; `rank_strategies` drops these.
-        self._plan(self._promising(in_order), partial(plan_choice, self.setting, False), len(full))
+            self._plan(fastest, True, len(fastest))
+        else:
+            # Parallel lookahead may plan more; `rank_strategies` drops these.
+            self._plan(self._promising(in_order), False, len(full))
 
     def plan_all(self, choices: Sequence[Choice]) -> None:
         """Plan new choices whatever their bounds, which stay 0."""
         new = [choice for choice in dict.fromkeys(choices) if choice not in self.least_ms]
         full = possible_choices(self.setting, new, self.processes)
         self.least_ms.update(dict.fromkeys(full, 0.0))  # 0 is a bound of any time
-        self._plan(full, partial(plan_choice, self.setting, False), len(full))
+        self._plan(full, False, len(full))
 
-    def _plan(
-        self,
-        choices: Iterable[Choice],
-        work: Callable[[Choice], tuple[Choice, Strategy | Need]],
-        most: int,
-    ) -> None:
+    def _plan(self, choices: Iterable[Choice], fits: bool, most: int) -> None:
+        """Plan up to `most` choices, and those that may gain in other schedules again in these."""
+        work = partial(plan_choice, self.setting.in_1f1b, fits)
         for choice, found in map_unordered(work, choices, max(min(self.processes, most), 1)):
             if isinstance(found, Need):
                 self._drop(choice, found)
             else:
                 self.planned[choice] = found
             self.advance(1)
+        new = [
+            choice
+            for choice in may_gain(self.setting, self.planned)
+            if choice not in self.scheduled
+        ]
+        again = try_all(partial(plan_choice, self.setting, True), new, self.processes, self.advance)
+        self.planned.update({c: s for c, s in again.items() if isinstance(s, Strategy)})
+        self.scheduled.update(again)
 
     def _drop(self, choice: Choice, need: Need) -> None:
         """Record why a choice cannot be planned."""
@@ -183,11 +191,11 @@ class BoundedTrials:
             # Parallel lookahead may have estimated more.
             if fitting == most:
                 return
-            result, bound = found[choice], self.bounds[choice]
+            result = found[choice]
             if isinstance(result, Need):
                 self._drop(choice, result)
             else:
-                self.estimated_ms[choice] = result * bound.about_ms
+                self.estimated_ms[choice] = result
                 fitting += 1
 
     def is_clearly_slower(self, choice: Choice) -> bool:

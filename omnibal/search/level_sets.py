@@ -35,8 +35,17 @@ from omnibal.search.level_estimates import (
 )
 from omnibal.search.memory_need import least_state_gib
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
-from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, planned_strategy
-from omnibal.search.trial import encoders_ms_per_sample
+from omnibal.search.strategy import (
+    MOST_SCHEDULED,
+    Setting,
+    Sizing,
+    Strategy,
+    StrategyRequest,
+    estimated_ms_per_sample,
+    may_gain,
+    planned_strategy,
+)
+from omnibal.search.trial import Trial, encoders_ms_per_sample
 
 _SIMULATED_SAMPLES = 12_000  # samples of a simulation: more change packs by about 1 %
 _MOVE_ROUNDS = 2  # rounds of moves around the best set
@@ -45,10 +54,13 @@ _SHARED_PACKS = 2_000  # max packs of a level to estimate its context sizes on, 
 _MOST_OF_SIZING = 4
 """Max sets of levels to simulate per choice of sizes, before moves. `_MOST_SIMULATED` if layouts
 are given."""
-_MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
-"""Max sets to simulate, in moves per round, and to plan: at most half a minute in total."""
-_SIMULATED_SLACK = 1.2
-"""Max ratio to the minimal estimate for simulation, as estimates assume even stages."""
+_MOST_SIMULATED, _MOST_MOVES = 48, 24
+"""Max sets to simulate before moves, and in a round of moves."""
+_MOST_TRIED, _FINALISTS = 8, 4
+"""Max sets of a round to search stages for, and to plan on all drawn samples."""
+_ESTIMATED_SLACK, _SIMULATED_SLACK = 1.2, 1.1
+"""Max ratios to the minimal estimate for simulation, as estimates assume even stages, and to the
+minimal simulated time for a search of stages."""
 _LEAST_ROWS = 1.04
 """Min rows of packs in a step of a trial: plans make a few percent fewer packs than its ISF."""
 _SIZINGS_OF_BEST = 4  # further sizes to try the best set of levels at
@@ -120,34 +132,51 @@ def _estimate_sets(
     return sizing, ([(ms + encoders_ms, of_set) for ms, of_set in sets], bound_ms)
 
 
-def plan_levels(
-    setting: Setting, longest: Caps, choice: LevelChoice
-) -> tuple[LevelChoice, Strategy | UserError]:
-    """Return `choice`, and its plan without levels that get no packs, or the error.
+def _trial_of_set(setting: Setting, longest: Caps, choice: LevelChoice) -> Trial:
+    """Return a trial of a set without levels that get no packs; raise UserError if impossible.
 
     Args:
         longest: min caps that fit every sample, of the setting or not.
     """
     sizing, levels = choice
     request = setting.request
+    while True:
+        trial = setting.trial_of_levels(sizing, levels)
+        of_packs = levels_of_packs(trial.packed[0], request.lengths, levels)
+        used = levels_in_use(levels, of_packs, longest)
+        if used == levels:
+            break
+        levels = used
+    micro_batches = trial.micro_batches(request.samples_per_step)
+    if micro_batches < _LEAST_ROWS and not request.layouts:
+        raise UserError(
+            f"a step of {request.samples_per_step:,} samples has fewer packs than "
+            f"{sizing.parallel.data:,} data-parallel ranks: give a larger --samples-per-step"
+        )
+    if request.settings.curriculum_steps:
+        short = int((of_packs == 0).sum()) * levels[0].context  # packs times their ranks
+        _check_curriculum(request, len(levels), short / sizing.parallel.data / micro_batches)
+    return trial
+
+
+def _simulate_set(
+    setting: Setting, longest: Caps, choice: LevelChoice
+) -> tuple[LevelChoice, float | UserError]:
+    """Return `choice`, and its time per sample in ms with stages found quickly, or the error."""
     try:
-        while True:
-            trial = setting.trial_of_levels(sizing, levels)
-            of_packs = levels_of_packs(trial.packed[0], request.lengths, levels)
-            used = levels_in_use(levels, of_packs, longest)
-            if used == levels:
-                break
-            levels = used
-        micro_batches = trial.micro_batches(request.samples_per_step)
-        if micro_batches < _LEAST_ROWS and not request.layouts:
-            raise UserError(
-                f"a step of {request.samples_per_step:,} samples has fewer packs than "
-                f"{sizing.parallel.data:,} data-parallel ranks: give a larger --samples-per-step"
-            )
-        if request.settings.curriculum_steps:
-            short = int((of_packs == 0).sum()) * levels[0].context  # packs times their ranks
-            _check_curriculum(request, len(levels), short / sizing.parallel.data / micro_batches)
-        return choice, planned_strategy(setting, sizing, trial)
+        trial = _trial_of_set(setting, longest, choice)
+        return choice, estimated_ms_per_sample(setting, choice[0], trial)
+    except UserError as error:
+        return choice, error
+
+
+def plan_levels(
+    setting: Setting, longest: Caps, choice: LevelChoice
+) -> tuple[LevelChoice, Strategy | UserError]:
+    """Return `choice`, and its plan without levels that get no packs, or the error."""
+    try:
+        trial = _trial_of_set(setting, longest, choice)
+        return choice, planned_strategy(setting, choice[0], trial)
     except UserError as error:
         return choice, error
 
@@ -218,7 +247,9 @@ def levels_total(request: StrategyRequest) -> int:
         len(possible_sizings(request))
         + _MOST_SIMULATED
         + _MOVE_ROUNDS * _MOST_MOVES
+        + (1 + _MOVE_ROUNDS) * _MOST_TRIED
         + 2 * _FINALISTS
+        + MOST_SCHEDULED
     )
 
 
@@ -237,39 +268,56 @@ def _search_sets(
     estimated = sorted(of_sizings, key=lambda pair: pair[0])
     bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
 
+    work = partial(_simulate_set, levels.some, levels.longest)
+    simulated: Trials[LevelChoice, float] = Trials(work=work, processes=processes, on_done=advance)
+
     def trials_on(setting: Setting) -> Trials[LevelChoice, Strategy]:
         work = partial(plan_levels, setting, levels.longest)
         return Trials(work=work, processes=processes, on_done=advance)
 
-    trials = trials_on(levels.some)
-    limit_ms = _SIMULATED_SLACK * estimated[0][0] if estimated else 0.0  # ms per sample
+    trials = trials_on(levels.some.in_1f1b)
+
+    def try_sets(choices: Sequence[LevelChoice]) -> None:
+        """Simulate the sets, and search stages for those that are near the fastest."""
+        simulated.run(choices)
+        limit_ms = _SIMULATED_SLACK * min(simulated.found.values(), default=0.0)
+        near = [choice for choice in choices if simulated.found.get(choice, np.inf) <= limit_ms]
+        trials.run(sorted(near, key=lambda choice: simulated.found[choice])[:_MOST_TRIED])
+
+    limit_ms = _ESTIMATED_SLACK * estimated[0][0] if estimated else 0.0  # ms per sample
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
-    trials.run(near)
+    try_sets(near)
     if not levels.rule.is_forced:
         if trials.found:
-            trials.run(_by_hbp(levels, _rank_sets(levels, trials)[0][0]))
+            (sizing, _), *_ = _rank_sets(levels, trials)
+            try_sets(_by_hbp(levels, sizing))
         else:
-            trials.run(_tops(levels, sizings)[:_MOST_SIMULATED])
+            try_sets(_tops(levels, sizings)[:_MOST_SIMULATED])
     for _ in range(0 if levels.rule.is_hbp else _MOVE_ROUNDS):
-        if fastest := _rank_sets(levels, trials)[:1]:
-            trials.run(_moves(levels, fastest[0], [choice for _, choice in estimated]))
-    finalists = [choice for choice in _rank_sets(levels, trials) if not are_plain(choice[1])]
+        for fastest in list(_rank_sets(levels, trials))[:1]:
+            try_sets(_moves(levels, fastest, [choice for _, choice in estimated]))
+    ranked = _rank_sets(levels, trials)
+    finalists = [choice for choice in ranked if not are_plain(choice[1])]
     planned = trials_on(levels.setting)
-    planned.run(finalists[:_FINALISTS])
+    gaining = may_gain(levels.some, {choice: ranked[choice] for choice in finalists})
+    planned.run([*finalists[:_FINALISTS], *gaining])
     if not planned.found:
         # All samples may need more memory and make fewer packs than the subset.
         planned.run(finalists[_FINALISTS : 2 * _FINALISTS])
-    refused = next(iter([*planned.failed.values(), *trials.failed.values()]), None)
+    failed = *planned.failed.values(), *trials.failed.values(), *simulated.failed.values()
+    refused = next(iter(failed), None)
     return list(planned.found.values()), len(near), bound_ms, refused
 
 
-def _rank_sets(levels: LevelSetting, trials: Trials[LevelChoice, Strategy]) -> list[LevelChoice]:
-    """Return allowed simulated sets, without levels that got no packs, fastest first."""
-    best: dict[LevelChoice, float] = {}
-    for (sizing, _), trial in trials.found.items():
+def _rank_sets(
+    levels: LevelSetting, trials: Trials[LevelChoice, Strategy]
+) -> dict[LevelChoice, Strategy]:
+    """Return trials of allowed sets, without levels that got no packs, fastest first."""
+    found = dict[LevelChoice, Strategy]()
+    for trial in trials.found.values():
         if levels.rule.allows(trial.levels):
-            best.setdefault((sizing, trial.levels), trial.ms_per_sample)
-    return sorted(best, key=lambda choice: best[choice])
+            found.setdefault(trial.choice, trial)
+    return dict(sorted(found.items(), key=lambda pair: pair[1].ms_per_sample))
 
 
 def _by_hbp(levels: LevelSetting, sizing: Sizing) -> list[LevelChoice]:

@@ -27,7 +27,7 @@ from omnibal.search.caps import MOST_IN_GRID, cap_space
 from omnibal.search.engine import whole_progress
 from omnibal.search.memory_need import gib_text
 from omnibal.search.schedule_choice import CannotRunSchedule, able_schedules, check_may_run
-from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
+from omnibal.search.strategy import MOST_SCHEDULED, Setting, Sizing, Strategy, StrategyRequest
 
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 """Max planned choices of sizes and caps. If there are more, estimates select them."""
@@ -110,9 +110,9 @@ def progress_total(request: StrategyRequest) -> int:
     """Return the total of the progress that `search_strategies` reports."""
     sizings = len(possible_sizings(request))
     if request.caps is not None:
-        return sizings + 2 * _MOST_PLANNED
+        return sizings + 2 * _MOST_PLANNED + MOST_SCHEDULED
     moves = 2 * _FINALISTS * _MOVES_OF_CAPS + 2 * _MOST_MOVES_PLANNED
-    return sizings * MOST_IN_GRID + 2 * _MOST_PLANNED + moves
+    return sizings * MOST_IN_GRID + 2 * (_MOST_PLANNED + MOST_SCHEDULED) + moves
 
 
 def search_strategies(

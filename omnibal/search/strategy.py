@@ -3,10 +3,10 @@
 Every trial is a picklable task that depends only on the choice and the setting.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.data.lengths import Lengths, draw_samples
@@ -48,6 +48,8 @@ from omnibal.search.trial import (
 
 _TRIAL_EFFORT = 0.4
 """Effort of the stage search in trials. Less misjudges data-parallel encoders by 5 to 18 %."""
+MOST_SCHEDULED = 4
+"""Max strategies of one round of trials to plan in other schedules than 1F1B."""
 _TRIAL_TYPES = 64  # number of distinct sample sizes when packing for trials
 
 
@@ -193,6 +195,7 @@ class Strategy:
 
 
 Choice = tuple[Sizing, Caps]
+Task = TypeVar("Task", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,6 +233,23 @@ class Setting:
         if sizing not in self.jobs:
             self.jobs[sizing] = self.request.job.with_sizes(sizing.parallel, sizing.placement)
         return self.jobs[sizing]
+
+    @property
+    def in_1f1b(self) -> Self:
+        """Return the setting for trials in 1F1B, or in the schedules that were asked for instead.
+
+        A trial in every schedule takes five times as long. `may_gain` says which are worth it.
+        """
+        usual = self.request.schedules & {ONE_FORWARD_ONE_BACKWARD.name}
+        request = replace(self.request, schedules=usual or self.request.schedules)
+        return replace(self, request=request)
+
+    def share(self, sizing: Sizing, micro_batches: float) -> float:
+        """Return a lower bound on the step time in the best schedule, over that in `in_1f1b`."""
+        schedules = self.request.schedules
+        if ONE_FORWARD_ONE_BACKWARD.name not in schedules:
+            return 1.0
+        return least_share(self.job(sizing), schedules, micro_batches)
 
     def micro_batches(self, choice: Choice) -> float:
         """Return mean micro-batches per rank in a step of the requested samples, not rounded."""
@@ -307,16 +327,31 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     return choice, Bound(least_ms=share * step_ms + before_ms, about_ms=step_ms + encoders_ms)
 
 
+def estimated_ms_per_sample(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> float:
+    """Return a quick estimate of a trial's time per sample in its best schedule.
+
+    Raises:
+        DoesNotFit, CannotRunSchedule: as `estimated_over_bound`.
+    """
+    wanted = setting.request.samples_per_step
+    request = trial.request(wanted)
+    job, samples = request.job, mean_samples(request)
+    _, encoders_ms = encoders_ms_per_sample(job, setting.request.lengths, samples)
+    least_ms = min_step_ms(job.split_task(request.workload(), request.data.levels)) / samples
+    schedules = able_schedules(setting.request.schedules, job)
+    over_bound = estimated_over_bound(request, samples * encoders_ms, schedules)
+    share = setting.share(sizing, trial.micro_batches(wanted))
+    return share * over_bound * (least_ms + encoders_ms)
+
+
 def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
-    """Return the choice with the estimated ratio of its time to the bound `about_ms`, or Need."""
+    """Return the choice with its estimated time per sample in ms, or Need."""
     sized = setting.request_of(choice)
-    need_gib, samples = least_need_gib(sized, is_exact=False), mean_samples(sized)
+    need_gib = least_need_gib(sized, is_exact=False)
     if not fits_cap(need_gib, sized.job.memory_cap_gib):
         return choice, Need(gib=need_gib)
-    _, encoders_ms = encoders_ms_per_sample(sized.job, setting.request.lengths, samples)
     try:
-        schedules = able_schedules(setting.request.schedules, sized.job)
-        return choice, estimated_over_bound(sized, samples * encoders_ms, schedules)
+        return choice, estimated_ms_per_sample(setting, choice[0], setting.trial(choice))
     except (DoesNotFit, CannotRunSchedule) as error:
         # The encoder placements of an estimate may leave less memory than every split needs.
         return choice, Need.after(error, need_gib)
@@ -334,6 +369,17 @@ def plan_choice(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, S
     except (DoesNotFit, CannotRunSchedule) as error:
         need_gib = least_need_gib(setting.request_of(choice), is_exact=False)
         return choice, Need.after(error, need_gib)
+
+
+def may_gain(setting: Setting, planned: Mapping[Task, Strategy]) -> list[Task]:
+    """Return trials in 1F1B that another schedule may make the fastest, the most likely first."""
+    best_ms = min((strategy.ms_per_sample for strategy in planned.values()), default=0.0)
+    likely_ms = dict[Task, float]()
+    for task, strategy in planned.items():
+        share = setting.share(strategy.sizing, strategy.micro_batches)
+        if share < 1 and share * strategy.ms_per_sample < best_ms:
+            likely_ms[task] = share * strategy.ms_per_sample
+    return sorted(likely_ms, key=lambda task: likely_ms[task])[:MOST_SCHEDULED]
 
 
 def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> Strategy:

@@ -94,7 +94,8 @@ def estimated_over_bound(
 
     Args:
         encoders_ms: lower bound on the time of data-parallel encoders per step.
-        schedules: possible schedules. Of 1F1B and the shortest bubble that fits, the faster counts.
+        schedules: possible schedules. The step is in 1F1B if that is one, else in the schedule of
+            the shortest bubble that fits.
 
     Raises:
         DoesNotFit: no split fits in 1F1B.
@@ -104,24 +105,19 @@ def estimated_over_bound(
     some = request.workload().some_steps(_ESTIMATED_STEPS)  # the ratio hardly depends on the steps
     task = job.split_task(some, levels)
     least_ms = min_step_ms(task) + encoders_ms
-    others = [schedule for schedule in schedules if schedule != ONE_FORWARD_ONE_BACKWARD]
     if job.has_data_parallel_encoders:
         problem = placement_problem(job, some, levels)
         encoders, step_ms = estimate_placement(problem, _ESTIMATE_EFFORT)
-        if others:
-            job = replace(job, data_parallel_encoders=encoders)
-            some = problem.with_encoders(encoders)
+        job, some = replace(job, data_parallel_encoders=encoders), problem.with_encoders(encoders)
     else:
         step_ms = estimated_step_ms(task, _ESTIMATE_EFFORT)
-    steps_ms = [step_ms] if ONE_FORWARD_ONE_BACKWARD in schedules else []
-    for schedule in sorted(others, key=bubble_divisor, reverse=True):
+    if ONE_FORWARD_ONE_BACKWARD in schedules:
+        return step_ms / least_ms
+    for schedule in sorted(schedules, key=bubble_divisor, reverse=True):
         with suppress(DoesNotFit):
             asked = replace(request, job=job, schedule=schedule)
-            steps_ms.append(search_chunks(asked, some, _ESTIMATE_EFFORT).step_ms)
-            break  # longer bubbles are hardly faster
-    if not steps_ms:
-        raise CannotRunSchedule(f"--schedule {schedules[0].name} fits no cut; give --schedule 1f1b")
-    return min(steps_ms) / least_ms
+            return search_chunks(asked, some, _ESTIMATE_EFFORT).step_ms / least_ms
+    raise CannotRunSchedule(f"--schedule {schedules[0].name} fits no cut; give --schedule 1f1b")
 
 
 def encoders_ms_per_sample(
