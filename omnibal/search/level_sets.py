@@ -56,7 +56,7 @@ _MOST_OF_SIZING = 4
 are given."""
 _MOST_SIMULATED, _MOST_MOVES = 48, 24
 """Max sets to simulate before moves, and in a round of moves."""
-_MOST_TRIED, _FINALISTS = 8, 4
+_MOST_TRIED, _FINALISTS = 8, 6
 """Max sets of a round to search stages for, and to plan on all drawn samples."""
 _ESTIMATED_SLACK, _SIMULATED_SLACK = 1.2, 1.1
 """Max ratios to the minimal estimate for simulation, as estimates assume even stages, and to the
@@ -161,11 +161,13 @@ def _trial_of_set(setting: Setting, longest: Caps, choice: LevelChoice) -> Trial
 
 def _simulate_set(
     setting: Setting, longest: Caps, choice: LevelChoice
-) -> tuple[LevelChoice, float | UserError]:
-    """Return `choice`, and its time per sample in ms with stages found quickly, or the error."""
+) -> tuple[LevelChoice, tuple[float, LevelChoice] | UserError]:
+    """Return `choice`, with its time per sample in ms with stages found quickly and the choice
+    without levels that get no packs, or the error."""
     try:
-        trial = _trial_of_set(setting, longest, choice)
-        return choice, estimated_ms_per_sample(setting, choice[0], trial)
+        trial, sizing = _trial_of_set(setting, longest, choice), choice[0]
+        ms = estimated_ms_per_sample(setting, sizing, trial)
+        return choice, (ms, (sizing, trial.data.levels))
     except UserError as error:
         return choice, error
 
@@ -269,7 +271,9 @@ def _search_sets(
     bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
 
     work = partial(_simulate_set, levels.some, levels.longest)
-    simulated: Trials[LevelChoice, float] = Trials(work=work, processes=processes, on_done=advance)
+    simulated: Trials[LevelChoice, tuple[float, LevelChoice]] = Trials(
+        work=work, processes=processes, on_done=advance
+    )
 
     def trials_on(setting: Setting) -> Trials[LevelChoice, Strategy]:
         work = partial(plan_levels, setting, levels.longest)
@@ -280,9 +284,11 @@ def _search_sets(
     def try_sets(choices: Sequence[LevelChoice]) -> None:
         """Simulate the sets, and search stages for those that are near the fastest."""
         simulated.run(choices)
-        limit_ms = _SIMULATED_SLACK * min(simulated.found.values(), default=0.0)
-        near = [choice for choice in choices if simulated.found.get(choice, np.inf) <= limit_ms]
-        trials.run(sorted(near, key=lambda choice: simulated.found[choice])[:_MOST_TRIED])
+        best_ms = min((ms for ms, _ in simulated.found.values()), default=0.0)
+        found = [simulated.found[choice] for choice in choices if choice in simulated.found]
+        found.sort(key=lambda pair: pair[0])
+        near = dict.fromkeys(used for ms, used in found if ms <= _SIMULATED_SLACK * best_ms)
+        trials.run(list(near)[:_MOST_TRIED])
 
     limit_ms = _ESTIMATED_SLACK * estimated[0][0] if estimated else 0.0  # ms per sample
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
