@@ -33,10 +33,12 @@ from omnibal.base.program import ArgumentParser, check_arguments, one_line_error
 
 FORMAT = 2  # incremented when equal arguments give a different dataset
 DESCRIPTION_FILE = "dataset.json"
-MAX_SEED = 2**32 - 1
-MIN_SAMPLES = 10
+LIMITS = {  # of samples: fewer would leave sources out, and images are files of one folder
+    "samples": (10, 1_000_000),
+    "heldout_samples": (10, 1_000_000),
+    "seed": (0, 2**32 - 1),
+}
 SAMPLE_RATE = 16_000
-MAX_SAMPLES = 1_000_000  # images are files of one folder
 HELDOUT_SCANS = 360
 VOCABULARY = 256
 SPECIAL_PIECES = ("<img>", "<IMG_CONTEXT>", "</img>", "<|im_start|>", "<|im_end|>", "\n")
@@ -228,15 +230,14 @@ def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
         question = turn.question if k else placeholders + turn.question
         messages.append({"from": "human", "value": question})
         messages.append({"from": "gpt", "value": turn.answer})
+    media = {
+        "image": images,
+        "width": [image.width for image in composed.images],
+        "height": [image.height for image in composed.images],
+        "audio": recordings,
+    }
     record: dict = {"id": identity}
-    if images:
-        sizes = np.array([image.size for image in composed.images])
-        single = len(images) == 1
-        record["image"] = images[0] if single else images
-        record["width"] = int(sizes[0, 0]) if single else sizes[:, 0].tolist()
-        record["height"] = int(sizes[0, 1]) if single else sizes[:, 1].tolist()
-    if recordings:
-        record["audio"] = recordings[0] if len(recordings) == 1 else recordings
+    record |= {name: v[0] if len(v) == 1 else v for name, v in media.items() if v}
     record["conversations"] = messages
     record["kinds"] = [turn.kind for turn in composed.turns]
     record["scans"] = composed.scans
@@ -300,28 +301,17 @@ def splits(
 
 
 @contextmanager
-def dataset_folder(
-    output: Path, version: int, samples: int, heldout_samples: int, seed: int
-) -> Iterator[Path]:
+def dataset_folder(output: Path, version: int, *sizes: int) -> Iterator[Path]:
     """Yield a folder to fill; with its description it becomes `output`."""
     with atomic_directory(output) as part:
         yield part
-        description = dataset_description(version, samples, heldout_samples, seed)
-        (part / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+        (part / DESCRIPTION_FILE).write_text(_describe(version, *sizes))
 
 
-def dataset_description(version: int, samples: int, heldout_samples: int, seed: int) -> dict:
-    """Return the arguments that determine a dataset, for its description file."""
-    sizes = {"samples": samples, "heldout_samples": heldout_samples}
-    return {"made_with": {"format": version, **sizes, "seed": seed}}
-
-
-def has_description(output: Path, description: dict) -> bool:
-    """Return whether `output` is a complete dataset of this description."""
-    try:
-        return json.loads((output / DESCRIPTION_FILE).read_text(encoding="utf-8")) == description
-    except (OSError, ValueError):
-        return False
+def _describe(version: int, *sizes: int) -> str:
+    """Return the text of a dataset's description file: the arguments that determine it."""
+    made_with = {"format": version, **dict(zip(LIMITS, sizes, strict=True))}
+    return json.dumps({"made_with": made_with}, indent=2) + "\n"
 
 
 def run_maker(
@@ -339,19 +329,15 @@ def run_maker(
         parser.add_argument("--samples", type=int, default=4000, help="for training (%(default)s)")
         parser.add_argument("--heldout-samples", type=int, default=300, help="(%(default)s)")
         parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-        options = parser.parse_args(given)
-        output, seed = options.output, options.seed
-        sizes = {"--samples": options.samples, "--heldout-samples": options.heldout_samples}
-        for option, count in sizes.items():
-            if not MIN_SAMPLES <= count <= MAX_SAMPLES:
-                # Fewer samples would leave sources out.
-                limits = f"from {MIN_SAMPLES} to {MAX_SAMPLES}"
-                raise UserError(f"{option} must be {limits}, got {count}")
-        if not 0 <= seed <= MAX_SEED:
-            raise UserError(f"--seed must be from 0 to {MAX_SEED}, got {seed}")
-        samples, heldout_samples = sizes.values()
-        made_with = dataset_description(version, samples, heldout_samples, seed)
-        if has_description(output, made_with):
+        options = vars(parser.parse_args(given))
+        output, sizes = options["output"], [options[name] for name in LIMITS]
+        for (name, (low, high)), number in zip(LIMITS.items(), sizes, strict=True):
+            if not low <= number <= high:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} must be from {low} to {high}, got {number}")
+        description = output / DESCRIPTION_FILE
+        made_with = _describe(version, *sizes).encode()
+        if description.is_file() and description.read_bytes() == made_with:
             print(f"{output}: already made with these arguments")
             return 0
         if output.exists():
@@ -360,8 +346,8 @@ def run_maker(
                 "remove it or give another --output"
             )
         check_folder("--output", output, [])
-        make(output, samples, heldout_samples, seed)
-        print(f"{output}: {samples} training samples, {heldout_samples} held out")
+        make(output, *sizes)
+        print(f"{output}: {sizes[0]} training samples, {sizes[1]} held out")
     return 0
 
 
