@@ -230,7 +230,7 @@ def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
         question = turn.question if k else placeholders + turn.question
         messages.append({"from": "human", "value": question})
         messages.append({"from": "gpt", "value": turn.answer})
-    media = {
+    media: dict[str, list] = {
         "image": images,
         "width": [image.width for image in composed.images],
         "height": [image.height for image in composed.images],
@@ -335,9 +335,8 @@ def run_maker(
             if not low <= number <= high:
                 option = name.replace("_", "-")
                 raise UserError(f"--{option} must be from {low} to {high}, got {number}")
-        description = output / DESCRIPTION_FILE
-        made_with = _describe(version, *sizes).encode()
-        if description.is_file() and description.read_bytes() == made_with:
+        described, made_with = output / DESCRIPTION_FILE, _describe(version, *sizes)
+        if described.is_file() and described.read_bytes() == made_with.encode():
             print(f"{output}: already made with these arguments")
             return 0
         if output.exists():

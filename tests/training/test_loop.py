@@ -24,10 +24,11 @@ from toy import OPTIONS, toy_batch
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.run import gather
+from megatron.vlm.run.arguments import CheckpointArguments, RunArguments
 from megatron.vlm.run.gather import gather_stage_records
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.log import show_log
-from megatron.vlm.run.loop import LoopOptions, RunData, TrainingLoop
+from megatron.vlm.run.loop import RunData, TrainingLoop
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
@@ -82,15 +83,18 @@ def run_loop(
         sharing=Sharing(dp_rank=0, levels=[Level(caps=Caps.of(tokens=64))]),
         batches=iter(batches), pack_flops=np.full(len(batches), 1e6), peak_flops_per_s=1e9,
     )  # fmt: skip
-    options = LoopOptions(save=folder, save_interval=2, last_step=STEPS, **options)
+    arguments = RunArguments(
+        save=folder, checkpoints=CheckpointArguments(save_interval=2, **options),
+        samples=None, storage=None, optimization=OPTIONS, evaluation=None,
+    )  # fmt: skip
     training = TrainingLoop(
-        trainer, iter([data]), options, writer, RunHealth(max_skipped),
+        trainer, iter([data]), arguments, STEPS, writer, RunHealth(max_skipped),
         list(sinks) if links.rank == 0 else [], stop_requested,
     )  # fmt: skip
     with contextlib.redirect_stdout(printed):
         show_log(links.rank)
         try:
-            outcome, error = training.run(0), None
+            outcome, error = training.run(0, STEPS), None
         except UserError as failure:
             outcome, error = None, str(failure)
     return outcome, printed.getvalue().splitlines(), error

@@ -114,30 +114,16 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
 
 def check_alone(plan: Plan) -> None:
     """Raise UserError if a stage of the plan cannot run alone on a real device."""
-    for applies, ranks, missing, alternative in (
-        (
-            plan.parallel.expert > 1,
-            "ranks that share out experts",
-            "nobody to send tokens to: add --fake-device, which spreads them evenly",
-            "a plan of `omnibal plan --ep 1`",
-        ),
-        (
-            plan.data_parallel_encoders is not None,
-            "data-parallel encoders",
-            "nobody to exchange features with: add --fake-device, which counts them",
-            "a plan of `omnibal plan --encoder pipeline`",
-        ),
-        (
-            plan.parallel.sharded > 1,
-            "ranks that divide weights",
-            "nobody to gather them from: add --fake-device, which counts them",
-            "a plan whose parallel.sharded is 1",
-        ),
+    encoders = plan.data_parallel_encoders is not None
+    for applies, feature, alternative in (
+        (plan.parallel.expert > 1, "expert parallelism", "`omnibal plan --ep 1`"),
+        (encoders, "data-parallel encoders", "`omnibal plan --encoder pipeline`"),
+        (plan.parallel.sharded > 1, "sharded weights", "parallel.sharded 1"),
     ):
         if applies:
             raise UserError(
-                f"the plan has {ranks}, and a replay runs one rank alone, which has {missing}, or "
-                f"give {alternative}"
+                f"the plan has {feature}, and a replay runs one rank without the others of its "
+                f"exchanges; add --fake-device, which counts them, or give a plan of {alternative}"
             )
 
 

@@ -4,6 +4,7 @@
 import argparse
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -22,52 +23,43 @@ LEARNING_RATE, ADAPTER_LEARNING_RATE = 1e-5, 1e-4
 VISION_SHARE = 0.2  # of --lr, for the vision encoder
 
 
-def _number(
-    kind: Callable[[str], float], holds: Callable[[float], bool], requirement: str
-) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan  # NaN meets no requirement
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"must be {requirement}, got {text!r}")
-        return value
+def _parser(
+    kind: Callable[[str], Any], holds: Callable[[Any], bool], requirement: str
+) -> Callable[[str], Any]:
+    """Return a parser of a flag's text: `kind` makes the value, for which `holds` must be true."""
+
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            if holds(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {requirement}, got {text!r}")
 
     return parse
 
 
-_POSITIVE = _number(int, lambda value: value >= 1, "an integer >= 1")
-_NATURAL = _number(int, lambda value: value >= 0, "an integer >= 0")
-_SEED_NUMBER = _number(int, lambda value: 0 <= value < 2**63, "an integer >= 0 and < 2^63")
-_FRACTION = _number(float, lambda value: 0 <= value < 1, "a number >= 0 and < 1")
-_POSITIVE_SIZE = _number(float, lambda value: 0 < value < math.inf, "a finite number > 0")
-_NOT_NEGATIVE = _number(float, lambda value: 0 <= value < math.inf, "a finite number >= 0")
+_POSITIVE = _parser(int, lambda value: value >= 1, "an integer >= 1")
+_NATURAL = _parser(int, lambda value: value >= 0, "an integer >= 0")
+_SEED_NUMBER = _parser(int, lambda value: 0 <= value < 2**63, "an integer >= 0 and < 2^63")
+_FRACTION = _parser(float, lambda value: 0 <= value < 1, "a number >= 0 and < 1")
+_POSITIVE_SIZE = _parser(float, lambda value: 0 < value < math.inf, "a finite number > 0")
+_NOT_NEGATIVE = _parser(float, lambda value: 0 <= value < math.inf, "a finite number >= 0")
+_LOSS_WEIGHTING = _parser(LossWeighting, bool, f"one of {', '.join(LossWeighting)}")
 
 
-def _parse_steps(text: str) -> range:
+def _steps_between(text: str) -> range:
     """Return the steps of `FIRST`, or of `FIRST-LAST` with both ends."""
     first, dash, last = text.partition("-")
-    last = last if dash else first
-    if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
-        raise argparse.ArgumentTypeError(f"must be a step or a range such as 5-7, got {text!r}")
-    return range(int(first), int(last) + 1)
+    return range(int(first), int(last if dash else first) + 1)
 
 
-def _parse_replan_steps(text: str) -> tuple[int, ...]:
-    steps = text.split(",")
-    if not all(step.isdecimal() and int(step) for step in steps):
-        raise argparse.ArgumentTypeError(f"must be steps >= 1, such as 50 or 50,500, got {text!r}")
-    return tuple(sorted({int(step) for step in steps}))
+def _steps_listed(text: str) -> tuple[int, ...]:
+    return tuple(sorted({int(step) for step in text.split(",")}))
 
 
-def _parse_loss_weighting(text: str) -> LossWeighting:
-    try:
-        return LossWeighting(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(LossWeighting)}, got {text!r}"
-        ) from None
+_TRACED_STEPS = _parser(_steps_between, bool, "a step or a range such as 5-7")
+_REPLAN_STEPS = _parser(
+    _steps_listed, lambda steps: steps[0] >= 1, "steps >= 1, such as 50 or 50,500"
+)
 
 
 def _option(
@@ -85,7 +77,8 @@ def _option(
 
 def _flag(*settings: Any, **more: Any) -> Any:
     """Return a dataclass field whose metadata are the settings of the flag of its name."""
-    return field(metadata=_option(*settings, **more))
+    option = _option(*settings, **more)
+    return field(metadata=option, default=option["default"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +92,7 @@ class CheckpointArguments:
     )
     exit_after_failed_saves: int = _flag("failed saves that end the run", _POSITIVE, 2)
     replan_at: tuple[int, ...] = _flag(
-        "steps to plan again after (default: none)",
-        _parse_replan_steps,
-        (),
-        metavar="STEPS",
+        "steps to plan again after (default: none)", _REPLAN_STEPS, (), metavar="STEPS"
     )
     elastic: bool = _flag("resume --save, on any number of processes")
 
@@ -149,7 +139,7 @@ class RunArguments:
     wandb_project: str | None = _flag("Weights & Biases project (default: none)", str)
     profile_steps: range = _flag(
         "steps traced to SAVE/traces (default: none)",
-        _parse_steps,
+        _TRACED_STEPS,
         range(0),
         metavar="FIRST[-LAST]",
     )
@@ -197,7 +187,7 @@ _OPTIMIZATION = {
     "clip_grad": _option("max gradient L2 norm; 0: none", _NOT_NEGATIVE, 1.0),
     "loss_weighting": _option(
         "docs/training.md",
-        _parse_loss_weighting,
+        _LOSS_WEIGHTING,
         LossWeighting.TOKEN,
         metavar="{" + ",".join(LossWeighting) + "}",
     ),

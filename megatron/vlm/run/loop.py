@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks
 from megatron.vlm.inputs.pack_share import Sharing
+from megatron.vlm.run.arguments import RunArguments
 from megatron.vlm.run.gather import gather_pass_times, gather_stage_records
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.metrics import MetricsSink, step_values
@@ -39,21 +39,6 @@ from omnibal.packing.packs import ScheduledPacks
 TRACE_FOLDER = "traces"
 _RECORDED = ("tiles", "clips", "image_tokens", "tokens")  # features of a step, in its record
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoopOptions:
-    save: Path  # run directory of checkpoints, logs and traces
-    save_interval: int  # steps between checkpoints. The last step is always saved.
-    last_step: int  # number of steps to train, counted from the plan's start, not from a resume
-    pause_step: int | None = None  # number of steps to pause after, with a checkpoint, if any
-    eval_interval: int | None = None  # steps between validations, if any
-    exit_after_failed_saves: int = 2  # consecutive failed saves that end the run
-    profile_steps: range = range(0)  # steps traced by each stage's first rank
-
-    @property
-    def end(self) -> int:
-        return self.last_step if self.pause_step is None else self.pause_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,25 +89,29 @@ class TrainingLoop:
 
     A portion of the data is opened at its first step. Only rank 0 has sinks; a failing sink is
     removed. `stop_requested` is polled on each rank before every step, and ends the run after it.
+
+    Args:
+        last_step: number of steps of the run, counted from the plan's start, not from a resume.
     """
 
     def __init__(
-        self, trainer: Trainer, portions: Iterator[RunData], options: LoopOptions,
-        writer: CheckpointWriter, health: RunHealth, sinks: list[MetricsSink],
+        self, trainer: Trainer, portions: Iterator[RunData], arguments: RunArguments,
+        last_step: int, writer: CheckpointWriter, health: RunHealth, sinks: list[MetricsSink],
         stop_requested: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._trainer, self._portions, self._options = trainer, portions, options
+        self._trainer, self._portions = trainer, portions
+        self._arguments, self._last_step = arguments, last_step
         self._writer, self._health, self._sinks = writer, health, sinks
         self._stop_requested = stop_requested
         self._is_writer = dist.get_rank() == 0
         self._data = next(portions)
 
-    def run(self, first_step: int) -> RunOutcome:
-        """Train from `first_step` to `options.end` or a requested stop. The last step is saved."""
-        options, step, stopped = self._options, first_step, False
+    def run(self, first_step: int, end: int) -> RunOutcome:
+        """Train from `first_step` to before `end` or a requested stop. The last step is saved."""
+        step, stopped = first_step, False
         started = before = time.perf_counter()
-        tracer = _Tracer(options, self._trainer.links)
-        while step < options.end and not stopped:
+        tracer = _Tracer(self._arguments, self._trainer.links)
+        while step < end and not stopped:
             if step == self._data.stop:
                 self._data = next(self._portions)
             with tracer.step(step):
@@ -136,9 +125,9 @@ class TrainingLoop:
             step += 1
             stopped = result.stop_requested
             if self._is_writer:
-                line = _progress_line(record, first_step, options.last_step, started)
+                line = _progress_line(record, first_step, self._last_step, started)
                 self._write(record, RUN_FILE, step, step_values(record), line)
-            self._save_and_validate(step, stopped)
+            self._save_and_validate(step, stopped, is_last=stopped or step == end)
         tracer.close()
         return RunOutcome(step, self._health.skipped_steps, stopped)
 
@@ -198,29 +187,28 @@ class TrainingLoop:
             passes=passes,
         )
 
-    def _save_and_validate(self, step: int, stopped: bool) -> None:
-        options = self._options
-        last = stopped or step == options.end
+    def _save_and_validate(self, step: int, stopped: bool, is_last: bool) -> None:
+        checkpoints, validation = self._arguments.checkpoints, self._data.validation
         # While steps are skipped the weights may be bad.
-        if last or (step % options.save_interval == 0 and not self._health.is_skipping):
+        if is_last or (step % checkpoints.save_interval == 0 and not self._health.is_skipping):
             self._trainer.wait_for_weights()
             self._writer.save(step, {"skipped_steps": self._health.skipped_steps})
-        is_due = options.eval_interval is not None and step % options.eval_interval == 0
-        validation = self._data.validation if is_due else None
+        if validation is not None and step % validation.interval:
+            validation = None
         # Complete a pending save first: validation may take long or fail.
-        if last or validation is not None:
+        if is_last or validation is not None:
             self._writer.finish()
         else:
             self._writer.poll()
-        failures, limit = self._writer.failures, options.exit_after_failed_saves
-        if failures and (len(failures) >= limit or last):
+        failures, limit = self._writer.failures, checkpoints.exit_after_failed_saves
+        if failures and (len(failures) >= limit or is_last):
             verdict = "it was the last save of the run"
             if len(failures) >= limit:
                 verdict = f"that makes {len(failures)} failed saves in a row, and {limit} end the "
                 verdict += "run (--exit-after-failed-saves)"
             raise UserError(
-                f"{failures[-1]}; {verdict}; make {options.save} writable, and resume its newest "
-                "checkpoint, if any, with --load"
+                f"{failures[-1]}; {verdict}; make {self._arguments.save} writable, and resume its "
+                "newest checkpoint, if any, with --load"
             )
         if validation is not None and not stopped:
             record = validate(self._trainer, validation, step)
@@ -241,7 +229,7 @@ class TrainingLoop:
         line: str,
     ) -> None:
         """Write a record to its file, the sinks and the log. A failed output ends no run."""
-        path = self._options.save / file_name
+        path = self._arguments.save / file_name
         try:
             append_record(record, path)
         except OSError as error:
@@ -260,11 +248,11 @@ class TrainingLoop:
 class _Tracer:
     """Traces `profile_steps` with torch's profiler, on the first rank of each stage."""
 
-    def __init__(self, options: LoopOptions, links: PipelineLinks) -> None:
+    def __init__(self, arguments: RunArguments, links: PipelineLinks) -> None:
         first_replica = parallel_state.get_data_parallel_rank() == 0
         first_shard = parallel_state.get_tensor_model_parallel_rank() == 0
-        self._steps = options.profile_steps if first_replica and first_shard else range(0)
-        self._path = options.save / TRACE_FOLDER / f"stage_{links.rank}.json"
+        self._steps = arguments.profile_steps if first_replica and first_shard else range(0)
+        self._path = arguments.save / TRACE_FOLDER / f"stage_{links.rank}.json"
         self._profiler: torch.profiler.profile | None = None
 
     @contextmanager

@@ -33,7 +33,7 @@ from megatron.vlm.run.arguments import (
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import RankLaunch, initialize_distributed, shut_down_distributed
 from megatron.vlm.run.log import progress_of_rank
-from megatron.vlm.run.loop import LoopOptions, RunData, RunOutcome, TrainingLoop, encoder_shares
+from megatron.vlm.run.loop import RunData, RunOutcome, TrainingLoop, encoder_shares
 from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
 from megatron.vlm.run.stop import StopSignal
@@ -334,8 +334,8 @@ def train_plan(
 
     The first call prepares the run's directory and fills `sinks` on rank 0.
     """
-    arguments, evaluation = run.arguments, run.arguments.evaluation
-    checkpoints, first_step, last_step = arguments.checkpoints, done.steps, run.last_step
+    arguments, checkpoints = run.arguments, run.arguments.checkpoints
+    first_step, last_step = done.steps, run.last_step
     if first_step >= last_step:
         _log.info(f"nothing to train: {first_step} steps are done, of {last_step} requested")
         return done
@@ -365,22 +365,13 @@ def train_plan(
         _checkpoint_options(run, trainer),
         keep_last=checkpoints.keep_checkpoints, asynchronous=checkpoints.async_save,
     )  # fmt: skip
-    options = LoopOptions(
-        save=arguments.save,
-        save_interval=checkpoints.save_interval,
-        last_step=last_step,
-        pause_step=pause_step,
-        eval_interval=None if evaluation is None else evaluation.eval_interval,
-        exit_after_failed_saves=checkpoints.exit_after_failed_saves,
-        profile_steps=arguments.profile_steps,
-    )
     health = RunHealth(arguments.max_skipped_steps, done.skipped_steps)
     portions = _load_portions(run, trainer, range(first_step, pause_step), validation)
     with closing(portions):
         loop = TrainingLoop(
-            trainer, portions, options, writer, health, sinks, lambda: stop.requested
+            trainer, portions, arguments, last_step, writer, health, sinks, lambda: stop.requested
         )
-        return loop.run(first_step)
+        return loop.run(first_step, pause_step)
 
 
 def _checkpoint_options(run: TrainingRun, trainer: Trainer) -> dict[str, Any]:
@@ -494,6 +485,7 @@ def _make_validation(run: TrainingRun, trainer: Trainer) -> Validation | None:
     sharing, workers = packs.sharing(rank), arguments.num_workers
     shapes = MicroBatchShape.of_shares(packs.scheduled, packs.lengths, dataset.rows, sharing)
     return Validation(
+        interval=evaluation.eval_interval,
         batches=lambda: MicroBatchStream(
             batches=load_batches(dataset, workers, current_device()), shapes=shapes
         ),

@@ -47,7 +47,7 @@ class TiedCopies:
             second.copy_(first)
 
 
-class DataParallelOverlap:
+class _Overlap:
     """Reduces gradients and gathers weights of one stage while it computes.
 
     Core's DistributedDataParallel starts its buckets as gradients become ready and weights are
@@ -58,11 +58,12 @@ class DataParallelOverlap:
 
     Args:
         models: chunks in model order, with equal weights on all ranks, and made with
-            `overlap_grad_reduce`, `overlap_param_gather` and `align_param_gather`.
+            `overlap_grad_reduce`, `overlap_param_gather` and `align_param_gather`. None of a single
+            data-parallel rank and of encoders: all methods then do nothing.
     """
 
     def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
-        self._models = models
+        self._overlapped = models
         # From the model's end, as gradients become ready; core orders experts separately.
         parameters = (parameter for model in models for parameter in model.module.parameters())
         place = {parameter: place for place, parameter in enumerate(parameters)}
@@ -105,7 +106,7 @@ class DataParallelOverlap:
         self._missing = [set(bucket.params) for bucket in self._buckets]
         self._begun = 0
         with ExitStack() as stack:
-            for model in self._models:
+            for model in self._overlapped:
                 stack.enter_context(model.no_sync())  # core does not count ready gradients
             yield
         self._in_last.clear()
@@ -132,8 +133,9 @@ class DataParallelOverlap:
             bucket.start_grad_sync()
         self._begun = max(self._begun, end)
 
-    def finish_reduction(self) -> None:
-        for model in self._models:
+    def discard_gradients(self) -> None:
+        """Finish reductions in progress, of gradients that no update uses."""
+        for model in self._overlapped:
             model.finish_grad_sync()
         self._mark_gathered()
 
@@ -171,15 +173,21 @@ def _list_waiting_units(stage: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield part
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replicated:
-    """Replicated weights and gradients, sharded optimizer: core's DDP and distributed optimizer."""
+class Replicated(_Overlap):
+    """Replicated weights and gradients, sharded optimizer: core's DDP and distributed optimizer.
 
-    models: Sequence[DistributedDataParallel]
-    optimizer: ChainedOptimizer
-    reduction_groups: ProcessGroupCollection | None = None  # None for core's; encoders have others
-    tied: TiedCopies | None = None  # copies of a tied matrix on this stage, if any
-    overlap: DataParallelOverlap  # without models for one data-parallel rank, and for encoders
+    Args:
+        reduction_groups: None for core's; encoders have others.
+        tied: copies of a tied matrix on this stage, if any.
+    """
+
+    def __init__(
+        self, models: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer,
+        reduction_groups: ProcessGroupCollection | None, tied: TiedCopies | None, overlaps: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(models if overlaps else ())
+        self.models, self.optimizer = models, optimizer
+        self._reduction_groups, self._tied = reduction_groups, tied
 
     def zero_gradients(self) -> None:
         for model in self.models:
@@ -202,16 +210,16 @@ class Replicated:
         # several chunks, other chunks' backwards follow a chunk's last.
         last = batches.shapes if len(self.models) > 1 else batches.shapes[-1:]
         may_overlap = batches.rows_are_full or all(shape.context == 1 for shape in last)
-        with self.overlap.reducing():
-            yield self.overlap.before_last_backward if may_overlap else None
+        with self.reducing():
+            yield self.before_last_backward if may_overlap else None
 
     def finish_gradients(self, factor: float) -> None:
         """Finish sums over data- and tensor-parallel ranks and tied copies, and scale them."""
-        finalize_model_grads([*self.models], pg_collection=self.reduction_groups)
-        if self.tied is not None:
+        finalize_model_grads([*self.models], pg_collection=self._reduction_groups)
+        if self._tied is not None:
             stages = [model.module for model in self.models if model.module.holds_tied_copy]
             copies = [stage.shared_embedding_or_output_weight() for stage in stages]
-            self.tied.sum([weight.main_grad for weight in copies if weight.requires_grad])
+            self._tied.sum([weight.main_grad for weight in copies if weight.requires_grad])
         for model in self.models:
             model.scale_gradients(factor)
 
@@ -227,17 +235,6 @@ class Replicated:
             if clip_grad > 0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
-
-    def begin_gather(self, changed: bool) -> None:
-        """Begin to gather all weights if an update `changed` them; do nothing without overlap."""
-        self.overlap.begin_gather(changed)
-
-    def discard_gradients(self) -> None:
-        """Finish reductions in progress, of gradients that no update uses."""
-        self.overlap.finish_reduction()
-
-    def wait_for_weights(self) -> None:
-        self.overlap.wait_for_weights()
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield all weights; trained weights are views of core's buffers."""

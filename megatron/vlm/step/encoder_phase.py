@@ -9,8 +9,8 @@ Shapes: R rows of a pipeline's step (one per image or audio token and deepstack 
 received by this rank, Q rows of trained encoders, S rows made by this rank, E language hidden size.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -69,13 +69,11 @@ class Encoders:
         model = None if self.data_parallel is None else self.data_parallel.models[0]
         return model if isinstance(model, ShardedStage) else None
 
-    @contextmanager
-    def gather_weights(self, encodes: bool) -> Iterator[None]:
+    def gather_weights(self, encodes: bool) -> AbstractContextManager[None]:
         """Gather sharded weights, kept on ranks that encode in validation; collective."""
         # Once, as ranks have different numbers of passes.
         stage = self.sharded_stage
-        with nullcontext() if stage is None else stage.gather_weights(stays=encodes):
-            yield
+        return nullcontext() if stage is None else stage.gather_weights(stays=encodes)
 
     @torch.no_grad()
     def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -38,6 +38,7 @@ EncoderInputs: TypeAlias = Mapping[Sample, Mapping[str, torch.Tensor]]
 class Validation:
     """Held-out packs of this data-parallel rank; may be empty."""
 
+    interval: int  # steps between validations
     batches: Callable[[], MicroBatchStream]  # reads the packs from the start, for this stage
     slots: int = 0  # minimum micro-batches, with empty micro-batches for lockstep ranks
 

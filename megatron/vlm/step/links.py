@@ -62,19 +62,6 @@ class PipelineLinks:
             return self.activations if channel.source < channel.target else self.other_way[0]
         return self.gradients if channel.source > channel.target else self.other_way[1]
 
-    def inbox(
-        self,
-        channel: Channel,
-        messages: Sequence[StageMessage],
-        shapes: Sequence[MessageShapes],
-        dtype: torch.dtype,
-    ) -> "Inbox":
-        source, group = self.ranks[channel.source], self.group(channel)
-        return self.make_inbox(messages, shapes, dtype, source, group)
-
-    def outbox(self, channel: Channel, *, waits: bool) -> "Outbox":
-        return Outbox(self.ranks[channel.target], self.group(channel), waits=waits)
-
     def for_schedule(self, schedule: PipelineSchedule) -> Self:
         """Return these links with the channels of a schedule; collective over all ranks."""
         if schedule.chunks == 1:

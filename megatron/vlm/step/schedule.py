@@ -78,13 +78,14 @@ class _Mail:
         self._outboxes: dict[tuple[int, Content], Outbox] = {}
         dtype = parameter_dtype(plan.precision)
         for channel, messages in step.channels.items():
-            if channel.target == links.rank:
+            source, target, group = channel.source, channel.target, links.group(channel)
+            if target == links.rank:
                 shapes = [self._find_shapes(channel.content, message) for message in messages]
-                inbox = links.inbox(channel, messages, shapes, dtype)
-                self._inboxes[channel.source, channel.content] = inbox
-            if channel.source == links.rank:
-                outbox = links.outbox(channel, waits=step.sends_wait)
-                self._outboxes[channel.target, channel.content] = outbox
+                inbox = links.make_inbox(messages, shapes, dtype, links.ranks[source], group)
+                self._inboxes[source, channel.content] = inbox
+            if source == links.rank:
+                outbox = Outbox(links.ranks[target], group, waits=step.sends_wait)
+                self._outboxes[target, channel.content] = outbox
 
     def _find_shapes(self, content: Content, message: StageMessage) -> MessageShapes:
         shapes = boundary_shapes(self._plan, message.cut, self._shapes[message.micro_batch])
@@ -297,13 +298,11 @@ def run_backward(outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) ->
     # As core's `custom_backward`, call the engine directly: `torch.autograd.backward` refuses
     # outputs with freed data. Last forward nodes run first, so the last tower's weight gradients
     # come first.
-    tensors, gradients = zip(*outputs, strict=True)
-    defaults = (torch.ones_like(tensor) for tensor in tensors)
     Variable._execution_engine.run_backward(
-        tensors=tensors,
+        tensors=tuple(tensor for tensor, _ in outputs),
         grad_tensors=tuple(
-            ones_like if gradient is None else gradient
-            for ones_like, gradient in zip(defaults, gradients, strict=True)
+            torch.ones_like(tensor) if gradient is None else gradient
+            for tensor, gradient in outputs
         ),
         keep_graph=False,
         create_graph=False,

@@ -59,11 +59,7 @@ def run_fake_stage(
         on_run: called after building the stage, and after every window, run or skipped.
     """
     with fake_cuda() as device, act_as_stage(plan.parallel, stage) as links:
-
-        def follow(phase: Phase) -> None:
-            device.phase = phase.value
-
-        replayer = StageReplayer(plan, links, on_phase=follow)
+        replayer = StageReplayer(plan, links, on_phase=partial(setattr, device, "phase"))
         memory = device.memory
         device.places.name(*replayer.trainer.stages)
         memory.relabel_all(Label("", "optimizer state", "state"))  # before weights and gradients
@@ -159,15 +155,13 @@ def fake_replay_info(plan: Plan) -> FakeReplayInfo:
 
 def check_fake_device(precision: Precision, provider: Provider) -> None:
     """Raise UserError if a fake device cannot count the kernels of precision or provider."""
-    if provider == "te":
-        raise UserError(
-            "--provider te: a fake device cannot count the kernels of Transformer Engine, which "
-            "bypass torch; drop --provider, or replay on a CUDA device"
+    if provider == "te" or precision == "fp8":
+        given, remedy = (
+            ("--provider te", "drop it") if provider == "te" else ("fp8", "plan in bf16")
         )
-    if precision == "fp8":
         raise UserError(
-            "the plan is in fp8: a fake device cannot count the kernels of Transformer Engine, "
-            "which bypass torch; plan with --precision bf16, or replay on a CUDA device"
+            f"{given}: a fake device cannot count the kernels of Transformer Engine, which bypass "
+            f"torch; {remedy}, or replay on a CUDA device"
         )
 
 

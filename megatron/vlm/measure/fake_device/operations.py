@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch._C._distributed_c10d import FakeWork
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron.vlm.model.delta_net import CHUNK
@@ -57,14 +59,7 @@ def _raise_refused(operation: str, why: str, tensors: Sequence[torch.Tensor]) ->
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors in arguments or results, including lists."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from tensors_in(value)
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def factors(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,22 +254,17 @@ class LaunchCounts:
 
     def __init__(self) -> None:
         # Kernels, FLOPs and bytes, by phase, operation and kind.
-        self._sums: dict[tuple[str, str, OperationKind], list[float]] = defaultdict(
-            lambda: [0, 0.0, 0.0]
-        )
-        self._reads: Counter[tuple[str, str, str]] = Counter()
+        self._sums = defaultdict[tuple[str, str, OperationKind], np.ndarray](lambda: np.zeros(3))
+        self._reads = Counter[tuple[str, str, str]]()
         # Number of products, and their FLOPs.
-        self._unaligned: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
+        self._unaligned = defaultdict[tuple, np.ndarray](lambda: np.zeros(2))
 
     def clear(self) -> None:
         for sums in (self._sums, self._reads, self._unaligned):
             sums.clear()
 
     def add(self, phase: str, operation: DeviceOperation, flops: float, moved: int) -> None:
-        sums = self._sums[phase, operation.name, operation.kind]
-        sums[0] += 1
-        sums[1] += flops
-        sums[2] += moved
+        self._sums[phase, operation.name, operation.kind] += (1, flops, moved)
 
     def add_product(
         self, where: str, operation: str, args: Sequence[Any], output: torch.Tensor, flops: float
@@ -285,9 +275,7 @@ class LaunchCounts:
         if output.element_size() == 2 and any(step % _ALIGNED_ELEMENTS for step in steps):
             left, right = factors(args)
             sizes = (left.shape[-2], left.shape[-1], right.shape[-1])
-            sums = self._unaligned[where, operation, sizes, steps]
-            sums[0] += 1
-            sums[1] += flops
+            self._unaligned[where, operation, sizes, steps] += (1, flops)
 
     def add_read(self, phase: str, operation: str, where: str) -> None:
         self._reads[phase, operation, where] += 1
