@@ -86,12 +86,12 @@ def read_rates(tables: dict[str, Any], link_gb_per_s: float) -> Rates:
 
 def _product(row: dict[str, Any]) -> ProductTime:
     m, k, n = row["m"], row["k"], row["n"]
-    of: ProductPass
-    of, rows, inner, outer = {
+    layouts: dict[str, tuple[ProductPass, int, int, int]] = {
         "TN": ("forward", m, k, n),  # m tokens, k in, n out
         "NN": ("input_gradient", m, n, k),  # m tokens, k out, n in
         "NT": ("weight_gradient", k, n, m),  # m out, k tokens, n in, accumulated in `out_dtype`
-    }[row["layout"]]
+    }
+    of, rows, inner, outer = layouts[row["layout"]]
     gradient = row["out_dtype"] if of == "weight_gradient" else "fp32"
     sizes = {"rows": rows, "inner": inner, "outer": outer}
     return ProductTime(of=of, gradient=gradient, **sizes, share=_four_digits(row["share"]))

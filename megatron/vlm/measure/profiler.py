@@ -283,12 +283,11 @@ class Profiler:
 
 
 def _count_features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
-    items = {"tiles": batch.tiles, "clips": batch.clips, "image_tokens": batch.image_tokens}
     squares = {}
     if model.images is not None:
         squares[model.images.squares] = squared_tokens(batch.image_grids, model.images)
     return (
-        {name: items[name] for name in model.item_features}
+        {name: getattr(batch, name) for name in model.item_features}
         | squares
         | {
             "tokens": batch.tokens,

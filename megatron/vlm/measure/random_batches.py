@@ -79,14 +79,8 @@ class ProfileOptions:
 
     def caps(self, model: ModelConfig) -> Caps:
         """Return the caps, with items (tiles, clips, image tokens) only if the model has them."""
-        items = {
-            "tiles": self.max_tiles,
-            "clips": self.max_clips,
-            "image_tokens": self.max_image_tokens,
-        }
-        return Caps.of(
-            **{name: items[name] for name in model.item_features}, tokens=self.max_tokens
-        )
+        names = (*model.item_features, "tokens")
+        return Caps.of(**{name: getattr(self, f"max_{name}") for name in names})
 
     def check(self, model: ModelConfig) -> None:
         """Raise UserError unless the smallest packs hold an item of each encoder."""

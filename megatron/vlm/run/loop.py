@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -37,7 +37,9 @@ from omnibal.job.runlog import (
 from omnibal.packing.packs import ScheduledPacks
 
 TRACE_FOLDER = "traces"
-_RECORDED = ("tiles", "clips", "image_tokens", "tokens")  # features of a step, in its record
+# Fields of a step's record: sums of its packs' features, and fields of its result.
+_SUMMED = ("tiles", "clips", "image_tokens", "tokens")
+_OF_RESULT = [field.name for field in fields(StepResult) if field.name in StepRecord.model_fields]
 _log = logging.getLogger(__name__)
 
 
@@ -166,23 +168,16 @@ class TrainingLoop:
         return StepRecord(
             step=step,
             epoch=int(scheduled.epoch[rows[0]]),
-            loss=result.loss,
-            loss_tokens=result.loss_tokens,
             samples=samples,
-            **{name: int(scheduled.column(name)[rows].sum()) for name in _RECORDED},
+            **{name: int(scheduled.column(name)[rows].sum()) for name in _SUMMED},
+            **{name: getattr(result, name) for name in _OF_RESULT},
             samples_sha256=samples_digest(
                 scheduled.packs.samples[offsets[rows[0]] : offsets[rows[-1] + 1]]
             ),
             step_ms=step_ms,
             between_ms=between_ms,
             mfu=flops / (step_ms / 1e3 * self._data.peak_flops_per_s),
-            skipped=result.skipped,
             spike=spike,
-            replaced_samples=result.replaced_samples,
-            learning_rate=result.learning_rate,
-            grad_norm=result.grad_norm,
-            experts=result.experts,
-            prediction_loss=result.prediction_loss,
             stages=stages,
             passes=passes,
         )

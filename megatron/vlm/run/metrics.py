@@ -10,6 +10,10 @@ from omnibal.base.files import atomic
 from omnibal.job.runlog import StepRecord
 
 _WANDB_ID_FILE = "wandb_id.txt"
+_PLOTTED = {  # fields of a step's record, by group of plots
+    "train": ("loss", "grad_norm", "learning_rate", "skipped", "replaced_samples"),
+    "speed": ("step_ms", "between_ms", "mfu"),
+}
 
 
 class TensorBoardSink:
@@ -74,18 +78,13 @@ MetricsSink: TypeAlias = TensorBoardSink | WandbSink
 
 def step_values(record: StepRecord) -> dict[str, float]:
     """Return the scalars of a step to plot, by name."""
-    samples_per_s = record.samples * 1e3 / record.step_ms if record.step_ms else 0.0
     values = {
-        "train/loss": record.loss,
-        "train/grad_norm": record.grad_norm,
-        "train/learning_rate": record.learning_rate,
-        "train/skipped": float(record.skipped),
-        "train/replaced_samples": float(record.replaced_samples),
-        "speed/step_ms": record.step_ms,
-        "speed/between_ms": record.between_ms,
-        "speed/samples_per_s": samples_per_s,
-        "speed/mfu": record.mfu,
+        f"{group}/{name}": float(getattr(record, name))
+        for group, names in _PLOTTED.items()
+        for name in names
     }
+    samples_per_s = record.samples * 1e3 / record.step_ms if record.step_ms else 0.0
+    values["speed/samples_per_s"] = samples_per_s
     if record.prediction_loss:
         values["train/prediction_loss"] = record.prediction_loss
     if record.experts is not None:

@@ -269,12 +269,14 @@ def _train_run(run: TrainingRun, links: PipelineLinks) -> tuple[TrainingRun, Tra
     """Train to the last step or a stop; return the last plan's run and trainer; collective."""
     trainer = _build_run_trainer(run, links)
     done = _load_state(run, trainer)
-    sinks: list[MetricsSink] = []
-    is_first = True
+    if done.steps >= run.last_step:
+        _log.info(f"nothing to train: {done.steps} steps are done, of {run.last_step} requested")
+        return run, trainer, done
+    sinks = _prepare_folder(run, done.steps) if run.launch.rank == 0 else []
     with StopSignal() as stop:
-        while True:
+        while not done.stopped and done.steps < run.last_step:
             steps = done.steps
-            is_due = steps in run.arguments.checkpoints.replan_at and steps < run.last_step
+            is_due = steps in run.arguments.checkpoints.replan_at
             # A resumed run may have planned again after these steps already.
             is_due = is_due and MadePlan.read(run.directory).step != steps
             replanned = replan_and_log(run, steps) if is_due else None
@@ -284,10 +286,7 @@ def _train_run(run: TrainingRun, links: PipelineLinks) -> tuple[TrainingRun, Tra
                 gc.collect()
                 run, trainer = replanned, _build_run_trainer(replanned, links)
                 _load_state(run, trainer)
-            done = train_plan(run, trainer, done, stop, sinks, is_first=is_first)
-            if done.stopped or done.steps >= run.last_step:
-                break
-            is_first = False
+            done = train_plan(run, trainer, done, stop, sinks)
     for sink in sinks:
         sink.close()
     return run, trainer, done
@@ -295,30 +294,44 @@ def _train_run(run: TrainingRun, links: PipelineLinks) -> tuple[TrainingRun, Tra
 
 def replan_and_log(run: TrainingRun, steps: int) -> TrainingRun | None:
     """Plan again from measured times; return the new run, None without enough gain; collective."""
-    answer: list[tuple[str | None, str]] = [(None, "")]
+    answer: list[Any] = [None, None]
     if run.launch.rank == 0:
-        skipped, save = f"not planned again after step {steps}", run.arguments.save
+        made, reason = None, f"no plan saves {MIN_REPLAN_GAIN:.0%} of a step, the prediction error"
         try:
-            made = plan_again(run.directory, save, steps, min_gain=MIN_REPLAN_GAIN)
+            made = plan_again(run.directory, run.arguments.save, steps, min_gain=MIN_REPLAN_GAIN)
         except (UserError, OSError) as error:
-            answer = [(None, f"{skipped}: {error}")]
-        else:
-            gain = f"{MIN_REPLAN_GAIN:.0%} of a step, the error of predictions"
-            answer = [(None, f"{skipped}: no plan saves {gain}")]
-            if made is not None:
-                directory, summary = made
-                line = (
+            reason = str(error)
+        answer = [None, f"not planned again after step {steps}: {reason}"]
+        if made is not None:
+            directory, summary = made
+            answer = [
+                directory,
+                (
                     f"planned again after step {steps}: {summary['step_ms']:.0f} ms per step "
                     f"predicted, {summary['before_ms']:.0f} ms before; going on with {directory}"
-                )
-                answer = [(str(directory), line)]
+                ),
+            ]
     dist.broadcast_object_list(answer, src=0)
-    [(path, line)] = answer
+    directory, line = answer
     _log.info(line)
-    if path is None:
+    if directory is None:
         return None
     arguments = replace(run.arguments, load=run.arguments.save, finetune=False)
-    return replace(run, arguments=arguments, planned=open_trainable(Path(path)))
+    return replace(run, arguments=arguments, planned=open_trainable(directory))
+
+
+def _prepare_folder(run: TrainingRun, first_step: int) -> list[MetricsSink]:
+    """Drop records of steps that are trained again; return the requested sinks."""
+    arguments, sinks = run.arguments, list[MetricsSink]()
+    if arguments.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(arguments.tensorboard_dir, first_step))
+    if arguments.wandb_project is not None:
+        sinks.append(WandbSink(arguments.wandb_project, arguments.save.name, arguments.save))
+    first_logged = first_step if arguments.continues_run else 0
+    drop_records(arguments.save / RUN_FILE, first_logged)
+    # A validation counts the steps before it.
+    drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
+    return sinks
 
 
 def train_plan(
@@ -327,18 +340,10 @@ def train_plan(
     done: RunOutcome,
     stop: StopSignal,
     sinks: list[MetricsSink],
-    *,
-    is_first: bool,
 ) -> RunOutcome:
-    """Train up to the next step in `replan_at`, the last or a stop; return the outcome so far.
-
-    The first call prepares the run's directory and fills `sinks` on rank 0.
-    """
+    """Train up to the next step in `replan_at`, the last or a stop; return the outcome so far."""
     arguments, checkpoints = run.arguments, run.arguments.checkpoints
     first_step, last_step = done.steps, run.last_step
-    if first_step >= last_step:
-        _log.info(f"nothing to train: {first_step} steps are done, of {last_step} requested")
-        return done
     if run.plan.prediction is not None:
         note = too_few_loaders(run.plan.prediction, arguments.num_workers)
         if note is not None:
@@ -347,19 +352,7 @@ def train_plan(
     pause_step = min([*pauses, last_step])
     validation = _make_validation(run, trainer)
     if run.launch.rank == 0:
-        first_logged = first_step
-        if is_first:
-            if arguments.tensorboard_dir is not None:
-                sinks.append(TensorBoardSink(arguments.tensorboard_dir, first_step))
-            if arguments.wandb_project is not None:
-                sinks.append(
-                    WandbSink(arguments.wandb_project, arguments.save.name, arguments.save)
-                )
-            # Steps after the checkpoint are trained again. A validation counts the steps before it.
-            first_logged = first_step if arguments.continues_run else 0
-            drop_records(arguments.save / RUN_FILE, first_logged)
-            drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
-        _write_run_info(run, first_logged)
+        _write_run_info(run, first_step if arguments.continues_run else 0)
     writer = CheckpointWriter(
         arguments.save, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
         _checkpoint_options(run, trainer),

@@ -138,13 +138,21 @@ class Watch:
             time.sleep(self._pace.patience_s)  # the watch ends this process if it finds the reason
         self._ending.acquire()
         message = f"rank {self._launch.rank} failed: {_summarize(error)}"
-        own = self._make_failure(message, _exit_code_of(error), self._launch.world_size)
-        try:
-            first = self._record(own)
-        except RuntimeError:  # the store is gone
-            first = own
-        if first == own:
-            _print_error(error, self._launch.rank)
+        self._end_all(message, _exit_code_of(error), self._launch.world_size, error)
+
+    def _end_all(
+        self, message: str, exit_code: int, readers: int, error: BaseException | None = None
+    ) -> NoReturn:
+        """End all ranks for a failure, this rank's `error` if given, or for one recorded before."""
+        launch = self._launch
+        first = own = _Failure(launch.rank, launch.node, message, exit_code, readers)
+        text = json.dumps(asdict(own), sort_keys=True)
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            first = _Failure(**json.loads(self._store.compare_set("failure", "", text)))
+        if first == own and error is not None:
+            _print_error(error, launch.rank)
+        elif first == own:
+            self._print_failure(own)
         self._leave_because_of(first)
 
     def _watch(self) -> None:
@@ -205,32 +213,15 @@ class Watch:
         if not silent:
             return
         self._ending.acquire()
-        ranks = f"ranks {', '.join(map(str, silent))} have"
-        if len(silent) == 1:
-            ranks = f"rank {silent[0]} has"
-        elif silent == list(range(silent[0], silent[-1] + 1)):
-            ranks = f"ranks {silent[0]} to {silent[-1]} have"
+        ranks = f"{', '.join(map(str, silent))} {'has' if len(silent) == 1 else 'have'}"
         message = (
-            f"{ranks} not been heard of for {self._pace.stale_s:g} s (killed, out of memory, or "
-            "the node is gone)"
+            f"rank {ranks} not been heard of for {self._pace.stale_s:g} s (killed, out of memory, "
+            "or the node is gone)"
         )
-        own = self._make_failure(message, _EXIT_FAILURE, self._launch.world_size - len(silent))
-        first = self._record(own)
-        if first == own:
-            self._print_failure(own)
-        self._leave_because_of(first)
-
-    def _make_failure(self, message: str, exit_code: int, readers: int) -> _Failure:
-        launch = self._launch
-        return _Failure(launch.rank, launch.node, message, exit_code, readers)
+        self._end_all(message, _EXIT_FAILURE, self._launch.world_size - len(silent))
 
     def _read_beats(self) -> list[int]:
         return [self._store.add(f"beat/{rank}", 0) for rank in range(self._launch.world_size)]
-
-    def _record(self, own: _Failure) -> _Failure:
-        """Record a failure; return the first of all ranks, possibly `own`."""
-        text = json.dumps(asdict(own), sort_keys=True)
-        return _Failure(**json.loads(self._store.compare_set("failure", "", text)))
 
     def _leave_because_of(self, failure: _Failure) -> NoReturn:
         """Print the failure once per node, and end the process."""

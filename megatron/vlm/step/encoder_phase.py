@@ -105,7 +105,6 @@ class _Features:
     Args:
         trained: shares of trained encoders; their gradients are numbered separately.
         outputs: names of each encoder's outputs.
-        exchange: exchange that brings the features.
     """
 
     def __init__(
@@ -114,30 +113,29 @@ class _Features:
         trained: StepShares,
         outputs: Mapping[str, tuple[str, ...]],
         micro_batches: int,
-        exchange: BegunExchange,
     ) -> None:
         self._route, self._outputs = shares.route, outputs
         # By micro-batch, rows of every encoder: in R, and in Q.
         self._slices = shares.slices(micro_batches)
         self._gradient_slices = trained.slices(micro_batches)
-        self._exchange: BegunExchange | None = exchange
         self._rows_RE: torch.Tensor | None = None
         self._gradients_QE: torch.Tensor | None = None
         # Micro-batches left to take. Fake devices skip some: their rows stay to the end.
         self._remaining = len(self._slices)
 
+    def receive(self, exchange: BegunExchange) -> None:
+        """Wait for the features; called once."""
+        # Every reference is dropped early, as `memory_of_encoders` counts these tensors.
+        arrived_PE = exchange.wait()
+        del exchange
+        part_PE = _take_slices(arrived_PE, self._route.received_slices)
+        del arrived_PE
+        self._rows_RE = _gather_rows(part_PE, self._route.parts)
+        self._gradients_QE = self._zero_gradients(self._rows_RE)
+
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
         """Return a micro-batch's features by name, as views; the last call drops the rows."""
-        if self._rows_RE is None:
-            assert self._exchange is not None, "features come once"
-            # Every reference is dropped early, as `memory_of_encoders` counts these tensors.
-            exchange, self._exchange = self._exchange, None
-            arrived_PE = exchange.wait()
-            del exchange
-            part_PE = _take_slices(arrived_PE, self._route.received_slices)
-            del arrived_PE
-            self._rows_RE = _gather_rows(part_PE, self._route.parts)
-            self._gradients_QE = self._zero_gradients(self._rows_RE)
+        assert self._rows_RE is not None, "features come once"
         views = self._views(self._rows_RE, self._slices[micro_batch])
         self._remaining -= 1
         if not self._remaining:
@@ -171,13 +169,6 @@ class _Features:
         rows = sum(own.stop - own.start for own in slices)
         return like.new_zeros((rows, like.shape[1]))
 
-    def finish(self) -> None:
-        """Drop the rows; wait for the exchange if none were taken."""
-        self._rows_RE = None
-        if self._exchange is not None:
-            self._exchange.wait()
-            self._exchange = None
-
 
 class EncoderStep:
     """One step of a rank's encoders: features forward, gradients back."""
@@ -188,9 +179,12 @@ class EncoderStep:
         self._shares = batches.encoding
         self._trained = self._shares.select_encoders(encoders.trained)
         self._finished: list[_FinishedPass] = []
-        # After encoding, features on ranks that embed tokens; other ranks only send.
+        self._begun: list[BegunExchange] = []  # the exchange of features, until its end
+        # On ranks that embed tokens; other ranks only send.
         self._features: _Features | None = None
-        self._leaving: BegunExchange | None = None
+        if self._shares.embeds_tokens:
+            outputs = encoders.outputs
+            self._features = _Features(self._shares, self._trained, outputs, len(batches))
 
     @property
     def trained_outputs(self) -> frozenset[str]:
@@ -218,25 +212,21 @@ class EncoderStep:
         leaving_SE = _take_slices(rows_SE, route.sent_slices)
         del rows_SE
         exchange = BegunExchange(leaving_SE, route.sent, route.received, self._encoders.group)
-        if self._shares.embeds_tokens:
-            self._features = _Features(
-                self._shares, self._trained, self._encoders.outputs, len(self._batches), exchange
-            )
-        else:
-            self._leaving = exchange
+        self._begun.append(exchange)
         self._clock.switch(Phase.WAIT)
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
         """Return a micro-batch's features; waits for the step's exchange."""
         self._clock.switch(Phase.EXCHANGE)
         assert self._features is not None, "tokens are embedded here"
+        if self._begun:
+            self._features.receive(self._begun.pop())
         return self._features.take(micro_batch)
 
     def free_sent(self) -> None:
         """Free sent features; waits for their exchange, done once a later part has an input."""
-        if self._leaving is not None:
-            self._leaving.wait()
-            self._leaving = None
+        if self._begun:
+            self._begun.pop().wait()
 
     def store_gradients(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
         if message:
@@ -249,8 +239,6 @@ class EncoderStep:
             self._backward()
         self._clock.switch(Phase.EXCHANGE)
         self.free_sent()
-        if self._features is not None:
-            self._features.finish()
 
     def _exchange_gradients(self) -> torch.Tensor:
         """Send gradients to their encoders; return the gradients of this rank's rows, [S, E]."""

@@ -21,7 +21,6 @@ from megatron.vlm.measure.fake_device.mode import FakeDevice, fake_cuda
 from megatron.vlm.measure.replay_job import ReplayJob, StageRun, run_stages
 from megatron.vlm.measure.stage_replay import LoadRows, StageReplayer, act_as_stage
 from megatron.vlm.run.launch import RankLaunch
-from megatron.vlm.step.clock import Phase
 from omnibal.base.errors import UserError
 from omnibal.job.fake_replay import (
     COMPUTE_PHASES,
@@ -156,12 +155,10 @@ def fake_replay_info(plan: Plan) -> FakeReplayInfo:
 def check_fake_device(precision: Precision, provider: Provider) -> None:
     """Raise UserError if a fake device cannot count the kernels of precision or provider."""
     if provider == "te" or precision == "fp8":
-        given, remedy = (
-            ("--provider te", "drop it") if provider == "te" else ("fp8", "plan in bf16")
-        )
         raise UserError(
-            f"{given}: a fake device cannot count the kernels of Transformer Engine, which bypass "
-            f"torch; {remedy}, or replay on a CUDA device"
+            f"provider {provider}, precision {precision}: a fake device cannot count the kernels "
+            "of Transformer Engine, which bypass torch; replay on a CUDA device, or drop "
+            "--provider te and plan with --precision bf16"
         )
 
 
