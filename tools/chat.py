@@ -119,8 +119,7 @@ def _place_marks(prompt: str, mark: str, option: str, files: list[Path]) -> str:
     placed = prompt.count(mark)
     if placed not in (0, len(files)):
         raise UserError(
-            f"--prompt has {placed} {mark} for {len(files)} --{option}; write one for each "
-            f"{option}, or none"
+            f"--prompt has {placed} {mark} for {len(files)} --{option}; write one for each, or none"
         )
     missing = [path for path in files if not (path.is_file() or (mark == VIDEO and path.is_dir()))]
     if missing:

@@ -12,16 +12,12 @@ Memory is about one file's tensors: they are streamed.
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, open_newest
 from megatron.vlm.conversion.adapter_files import add_adapter, export_adapter, list_fully_trained
@@ -41,6 +37,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_folder
 from omnibal.base.program import run_app
+from omnibal.cli.console import progress
 from omnibal.data.tokenizer import open_tokenizer
 
 _NO_TOKENIZER = (
@@ -52,15 +49,6 @@ app = typer.Typer(
     help=__doc__.split("\n\n")[0], add_completion=False,
     pretty_exceptions_enable=False,
 )  # fmt: skip
-
-
-@contextmanager
-def _show_progress(verb: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar on stderr by bytes."""
-    columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(verb, total=total)
-        yield lambda size: progress.advance(task, size)
 
 
 @app.command("import")
@@ -112,7 +100,7 @@ def import_(
         assert checkpoint.adapters is not None
         adapters = checkpoint.adapters
         print(f"{adapter}: rank {adapters.rank}, {', '.join(adapters.targets)}")
-    with _show_progress("importing", checkpoint.bytes) as advance:
+    with progress("importing, bytes", checkpoint.bytes) as advance:
         lines = import_checkpoint(checkpoint, output, advance)
     print("\n".join(lines))
 
@@ -181,7 +169,7 @@ def export(
         note = _NO_TOKENIZER if tokenizer is None and names_image else ""
         shard_bytes = _parse_bytes(max_shard_size)
         planned = plan_export_as(stored, layout, torch_dtype, tokenizer, shard_bytes)
-    with _show_progress("exporting", planned.bytes) as advance:
+    with progress("exporting, bytes", planned.bytes) as advance:
         write_export(planned, output, advance)
     types = {dtype_name(piece.dtype) for file in planned.files for piece in file.pieces}
     print(
@@ -215,7 +203,7 @@ def _export_audio(stored: CheckpointIdentity, like: Path, output: Path, dtype: s
     audio = open_audio(like, stored.model, stored.model.audio.positions_per_token)
     check_same_encoder(stored, audio)
     total = sum(path.stat().st_size for path in like.glob("*.safetensors"))
-    with _show_progress("exporting", total) as advance:
+    with progress("exporting, bytes", total) as advance:
         export_audio(stored, audio, output, advance)
     print(
         f"wrote {output}: the audio encoder of step {stored.step} of {stored.path.parent}, and the "

@@ -341,8 +341,7 @@ def run_maker(
             return 0
         if output.exists():
             raise UserError(
-                f"{output} exists and was not made with these arguments by this version; "
-                "remove it or give another --output"
+                f"{output} was not made with these arguments by this version; give another --output"
             )
         check_folder("--output", output, [])
         make(output, *sizes)

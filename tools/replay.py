@@ -140,10 +140,7 @@ def _check_options(options: ReplayOptions) -> None:
         raise UserError("--json needs --fake-device; give both, or neither")
     for name, value in (("--steps", options.steps), ("--repetitions", options.repetitions)):
         if options.fake_device and value is not None:
-            raise UserError(
-                f"{name} and --fake-device are exclusive: it does not time steps, but counts the "
-                "micro-batches of peak memory; drop one"
-            )
+            raise UserError(f"{name} and --fake-device, which times nothing, are exclusive")
 
 
 def _parse_stages(given: str, count: int) -> list[int]:
@@ -151,10 +148,7 @@ def _parse_stages(given: str, count: int) -> list[int]:
         return list(range(count))
     numbers = [int(part) if part.isdecimal() else count for part in given.split(",")]
     if max(numbers) >= count:
-        raise UserError(
-            f"--stages {given}: the plan has stages 0 to {count - 1}; give numbers separated by "
-            "commas, or all"
-        )
+        raise UserError(f"--stages {given}: give numbers from 0 to {count - 1}, or all")
     return sorted(set(numbers))
 
 

@@ -190,9 +190,9 @@ def test_broken_reports_do_not_end_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("unwritable", "most", "trained", "newest", "verdict"),
     [
-        pytest.param(range(3, 9), 2, 6, 2, "2 failed saves in a row, and 2 end", id="two-in-a-row"),
-        pytest.param(range(1, 9), 3, 6, None, "3 failed saves in a row, and 3 end", id="all"),
-        pytest.param(range(7, 9), 2, 8, 6, "it was the last save of the run", id="the-last"),
+        pytest.param(range(3, 9), 2, 6, 2, "2 failed saves in a row, and 2,", id="two-in-a-row"),
+        pytest.param(range(1, 9), 3, 6, None, "3 failed saves in a row, and 3,", id="all"),
+        pytest.param(range(7, 9), 2, 8, 6, "1 failed saves in a row, and 2,", id="the-last"),
         pytest.param((1, 2, 5, 6), 2, 8, 8, None, id="never-two-in-a-row"),
     ],
 )

@@ -39,7 +39,7 @@ from megatron.vlm.measure.random_batches import (
     squared_tokens,
     with_every_kind,
 )
-from megatron.vlm.measure.rates import mean_ms, measure_rates, timed_ms
+from megatron.vlm.measure.rates import mean_ms, measure_rates, sum_over_ranks, timed_ms
 from megatron.vlm.measure.reading import Reading, read_in_background
 from megatron.vlm.model.deferred_weights import LateProduct
 from megatron.vlm.model.groups import create_context_groups
@@ -219,14 +219,10 @@ class Profiler:
         # Entire rounds are dropped, so that units still sum to a step: trimming by unit would drop
         # the short stalls that nearly every step has. Means, not medians: a shared machine may
         # alternate between two speeds, and a long run sees both.
-        totals_ms = torch.tensor(
-            [sum(sum(samples) for samples in ms.values()) for ms in rounds],
-            dtype=torch.float64,
-            device=current_device(),
-        )
-        dist.all_reduce(totals_ms)  # all processes must drop the same rounds
+        own_ms = [sum(map(sum, ms.values())) for ms in rounds]
+        totals_ms = sum_over_ranks(own_ms)  # all processes must drop the same rounds
         extremes = len(rounds) // 10
-        chosen = totals_ms.argsort()[extremes : len(rounds) - extremes]
+        chosen = np.argsort(totals_ms)[extremes : len(rounds) - extremes]
         typical = [rounds[index] for index in chosen.tolist()]
         layer = self._job.model.language.kinds[0].name
         taken_ms = {

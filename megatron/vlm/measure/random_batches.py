@@ -88,11 +88,9 @@ class ProfileOptions:
         item_tokens = sum(tower.tokens_per_item for tower in towers)
         smallest = math.ceil(item_tokens / _SMALLEST_SHARE)
         if self.max_tokens < smallest:
-            items = " and ".join(f"one {tower.feature.removesuffix('s')}" for tower in towers)
             raise UserError(
-                f"--max-tokens {self.max_tokens}: packs of a quarter of the cap are measured too, "
-                f"and must hold {items} of {model.name} ({item_tokens} tokens); "
-                f"give at least {smallest}"
+                f"--max-tokens {self.max_tokens}: a quarter of it must hold an item of each "
+                f"encoder of {model.name} ({item_tokens} tokens); give at least {smallest}"
             )
 
 

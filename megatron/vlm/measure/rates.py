@@ -155,12 +155,11 @@ def _time_overlap(kind: CollectiveKind, size: int, dtype: torch.dtype) -> list[f
 def _median_ms(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> float:
     """Return the median time of a call, over rounds long enough to time."""
     work()
-    first_ms = torch.tensor(timed_ms(work))
+    first_ms = timed_ms(work)
     if group is not None:
         # Ranks of a collective must make equally many calls, so they derive them from one sum.
-        first_ms = first_ms.to(current_device())
-        dist.all_reduce(first_ms, group=group)
-    calls = min(max(int(_MIN_TIMED_MS / max(first_ms.item(), 1e-6)), 1), _MAX_CALLS)
+        [first_ms] = sum_over_ranks([first_ms], group)
+    calls = min(max(int(_MIN_TIMED_MS / max(first_ms, 1e-6)), 1), _MAX_CALLS)
     return float(np.median([timed_ms(work, calls) for _ in range(_TIMED_ROUNDS)]))
 
 
@@ -178,8 +177,13 @@ def timed_ms(work: Callable[[], object], calls: int = 1) -> float:
 def mean_ms(own_ms: Sequence[float]) -> float:
     """Return the mean over processes; collective. A process may give no times."""
     # Not the maximum: maxima of noisy times would sum to more than a step.
-    given = [sum(own_ms), float(len(own_ms))]
-    total = torch.tensor(given, dtype=torch.float64, device=current_device())
-    dist.all_reduce(total)
-    sum_ms, count = total.tolist()
-    return float(sum_ms / count)
+    sum_ms, count = sum_over_ranks([sum(own_ms), len(own_ms)])
+    return sum_ms / count
+
+
+def sum_over_ranks(own: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return the sum of each number over the group's ranks, or over all; collective."""
+    total = torch.tensor(own, dtype=torch.float64, device=current_device())
+    dist.all_reduce(total, group=group)
+    sums: list[float] = total.tolist()
+    return sums

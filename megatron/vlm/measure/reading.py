@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from megatron.vlm.backend import current_device, has_cuda
+from megatron.vlm.backend import has_cuda
 from megatron.vlm.inputs.read_ahead import read_ahead
 from megatron.vlm.inputs.reader import SampleReader, normalize_tiles
+from megatron.vlm.measure.rates import sum_over_ranks
 from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import usable_cores
 from omnibal.cost.profile import ReadingMeasurement
@@ -106,11 +106,7 @@ class Reading:
 
     def result(self) -> ReadingMeasurement:
         """Return mean CPU times per item of each kind and per token, over all ranks; collective."""
-        totals = torch.tensor(
-            [self._samples, *self._counts, *self._ms], dtype=torch.float64, device=current_device()
-        )
-        dist.all_reduce(totals)
-        samples, *sums = totals.tolist()
+        samples, *sums = sum_over_ranks([self._samples, *self._counts, *self._ms])
         by_kind = zip(_READ_KINDS, *np.split(np.array(sums), 2), strict=True)
         item_ms = {name: float(sum_ms / count) for name, count, sum_ms in by_kind if count}
         return ReadingMeasurement(

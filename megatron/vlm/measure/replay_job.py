@@ -104,8 +104,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
         raise UserError(f"{plan_directory}: {obstacle}, so it cannot be replayed")
     if planned.plan.has_shared_packs:
         raise UserError(
-            f"{plan_directory}: has packs that several ranks share, and a replay runs one rank "
-            "alone; plan with --packing-levels 1"
+            f"{plan_directory}: ranks share packs, and a replay runs one; use --packing-levels 1"
         )
     packs, lengths = planned.steps
     reader = _open_reader(planned.plan, data, tokenizer)
@@ -131,15 +130,9 @@ def _open_reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> 
     if data is None and tokenizer_path is None:
         return None
     if data is None or tokenizer_path is None:
-        raise UserError(
-            "--data and --tokenizer-model go together: give both, or neither for random content "
-            "of the plan's sizes"
-        )
+        raise UserError("give both --data and --tokenizer-model, or neither for random content")
     if plan.data is None or plan.data.origin is None:
-        raise UserError(
-            f"--data {data}: the plan does not name the data of its lengths; drop --data and "
-            "--tokenizer-model for random content of the plan's sizes"
-        )
+        raise UserError(f"--data {data}: the plan names no data; drop --data and --tokenizer-model")
     annotations, tokenizer = Annotations.open(data), open_tokenizer(tokenizer_path)
     check_same_data(
         "the tokenizer", text_sha256(plan.model, tokenizer), plan.data.origin.tokenizer_sha256

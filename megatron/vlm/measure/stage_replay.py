@@ -317,9 +317,8 @@ def replay_stage(
             torch.cuda.empty_cache()
     # Outside the handler: the caught error's traceback would keep the stage alive.
     raise UserError(
-        f"stage {stage} needs more than the {memory_cap_gib(plan.cluster):.2f} GiB that it may "
-        f"fill of a device ({failure}); free this device of other programs, or plan with a "
-        "smaller --memory-gib"
+        f"stage {stage} needs more than {memory_cap_gib(plan.cluster):.2f} GiB ({failure}); free "
+        "this device of other programs, or plan with a smaller --memory-gib"
     )
 
 
@@ -363,8 +362,7 @@ def limit_memory(plan: Plan) -> None:
     total_gib = torch.cuda.get_device_properties(current_device()).total_memory / 2**30
     if total_gib < cap_gib:
         raise UserError(
-            f"this device has {total_gib:.1f} GiB, and a stage may fill {cap_gib:.1f} GiB of a "
-            f"{plan.cluster.device}; replay on a larger device, or plan with --memory-gib "
-            f"{total_gib:.0f}"
+            f"this device has {total_gib:.1f} GiB, and a stage may fill {cap_gib:.1f} GiB; replay "
+            f"on a larger device, or plan with --memory-gib {total_gib:.0f}"
         )
     torch.cuda.set_per_process_memory_fraction(cap_gib / total_gib)

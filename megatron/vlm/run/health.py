@@ -39,8 +39,8 @@ class RunHealth:
         """
         if replaced_share > _MAX_UNREADABLE_FRACTION:
             raise UserError(
-                f"step {step}: the images of {replaced_share:.0%} of its samples cannot be read, "
-                "as if a folder is missing; restore it, and resume from the last checkpoint"
+                f"step {step}: the images of {replaced_share:.0%} of its samples cannot be read; "
+                "restore them, and resume from the last checkpoint"
             )
         if skipped:
             self._in_a_row += 1
@@ -49,8 +49,8 @@ class RunHealth:
             if self._in_a_row > self._max_skipped:
                 raise UserError(
                     f"step {step}: {cause}: {self._in_a_row} skipped steps in a row, more than "
-                    f"{self._max_skipped} (--max-skipped-steps); start from the last checkpoint's "
-                    "weights with --finetune, another --save and a lower --lr"
+                    f"{self._max_skipped} (--max-skipped-steps); go on from the last checkpoint's "
+                    "weights (--finetune) with a lower --lr"
                 )
             _log.info(
                 f"step {step}: {cause}: skipped, the weights are unchanged "

@@ -42,9 +42,8 @@ class RankLaunch:
         """Raise UserError unless the plan's number of processes runs, and this has a device."""
         if self.world_size != parallel.world_size:
             raise UserError(
-                f"launched with {self.world_size} process(es), but the plan is for {parallel} = "
-                f"{parallel.world_size}; launch that many (torchrun --nproc-per-node), or plan "
-                "again with `omnibal plan --tp --pp --dp`"
+                f"launched with {self.world_size} process(es), and the plan is for {parallel} = "
+                f"{parallel.world_size}; launch that many, or plan again"
             )
         self.check_device()
 
@@ -52,9 +51,8 @@ class RankLaunch:
         """Raise UserError if there is no device for this process."""
         if has_cuda() and self.local_rank >= torch.cuda.device_count():
             raise UserError(
-                f"process {self.local_rank} of this node has no device: the node has "
-                f"{torch.cuda.device_count()}, and each process needs one; launch fewer processes "
-                "a node, or hide the devices to train on the CPU (CUDA_VISIBLE_DEVICES=)"
+                f"this node has {torch.cuda.device_count()} devices, and process {self.local_rank} "
+                "needs one; launch fewer, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
 
 
@@ -75,10 +73,9 @@ def open_store(launch: RankLaunch, init_method: str = "env://", start: str = "")
         )
     except (dist.DistError, ValueError) as error:
         raise UserError(
-            f"rank {launch.rank} did not meet all {launch.world_size} ranks "
-            f"({str(error).strip().splitlines()[0]}); all must join within {_JOIN_MINUTES} minutes "
-            "with the same MASTER_ADDR and MASTER_PORT: look for a rank that failed earlier, or "
-            "start all with torchrun or scripts/slurm"
+            f"rank {launch.rank} did not meet all {launch.world_size} ranks within {_JOIN_MINUTES} "
+            f"minutes ({str(error).strip().splitlines()[0]}); look for a rank that failed earlier, "
+            "or start all with torchrun or scripts/slurm"
         ) from error
     return dist.PrefixStore(start, store) if start else store
 

@@ -197,13 +197,10 @@ class TrainingLoop:
             self._writer.poll()
         failures, limit = self._writer.failures, checkpoints.exit_after_failed_saves
         if failures and (len(failures) >= limit or is_last):
-            verdict = "it was the last save of the run"
-            if len(failures) >= limit:
-                verdict = f"that makes {len(failures)} failed saves in a row, and {limit} end the "
-                verdict += "run (--exit-after-failed-saves)"
             raise UserError(
-                f"{failures[-1]}; {verdict}; make {self._arguments.save} writable, and resume its "
-                "newest checkpoint, if any, with --load"
+                f"{failures[-1]}; {len(failures)} failed saves in a row, and {limit}, or the last "
+                "save, end the run (--exit-after-failed-saves); make the folder writable, and "
+                "resume with --load"
             )
         if validation is not None and not stopped:
             record = validate(self._trainer, validation, step)

@@ -157,8 +157,7 @@ def plan_for_all(
             assert made is not None, "plans for other numbers of devices have no minimum gain"
             answer = {"plan": str(made[0])}
         except (UserError, OSError) as error:
-            reason = f"{processes} processes were launched, and the plan is for others: {error}"
-            answer = {"error": reason}
+            answer = {"error": f"no plan for the {processes} processes launched: {error}"}
         store.set(key, json.dumps(answer))
     answer = json.loads(store.get(key))  # blocks until rank 0 has set it
     if "error" in answer:
@@ -175,8 +174,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: RankLaunch) ->
     check_provider_of(plan, arguments.provider)
     if arguments.samples.drop_path and not plan.model.takes_images:
         raise UserError(
-            f"--drop-path-rate needs an encoder of tiles, and {plan.model.name} has none; leave it "
-            "out"
+            f"--drop-path-rate needs an encoder of tiles, which {plan.model.name} lacks; drop it"
         )
     tokenizer = open_tokenizer(arguments.tokenizer_model)
     assert plan.data is not None and plan.data.origin is not None

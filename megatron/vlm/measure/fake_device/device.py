@@ -36,11 +36,7 @@ def install_device() -> None:
     """Compile and install the device in this process, once. UserError without a C++20 g++."""
     compiler = shutil.which("g++")
     if compiler is None:
-        raise UserError(
-            "--fake-device compiles a small file against torch, and there is no g++; install it "
-            "(on Debian and Ubuntu: apt-get install g++), or replay on a device without "
-            "--fake-device"
-        )
+        raise UserError("--fake-device compiles a file by g++, which is absent; install it")
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     libraries = Path(torch.__file__).parent / "lib"
     # Compiled in every process, in a second: a shared cache could be tampered with.
@@ -52,8 +48,7 @@ def install_device() -> None:
         if ended.returncode:
             error = (ended.stderr.strip().splitlines() or ["no message"])[0]
             raise UserError(
-                f"{compiler} cannot compile {_SOURCE.name} against torch {torch.__version__} "
-                f"({error}); install a g++ that knows C++20 (version 10 or newer)"
+                f"{compiler} cannot compile {_SOURCE.name} ({error}); install g++ 10 or newer"
             )
         ctypes.CDLL(library).install()
 
@@ -64,10 +59,7 @@ def patch_torch_cuda(
 ) -> Iterator[None]:
     """Patch `torch.cuda` and its users to be a device with `memory`; `resize_` calls `resized`."""
     if is_core_on_cpu():
-        raise RuntimeError(
-            "Megatron-core is prepared for the CPU in this process; make a fake device in a "
-            "separate process, before anything is built"
-        )
+        raise RuntimeError("core is prepared for the CPU: make a fake device in a new process")
     with contextlib.ExitStack() as replaced:
         for owner, calls in (*_list_patches(memory, resized), *random_state_calls()):
             replaced.enter_context(patch.multiple(owner, **calls))
