@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -191,9 +190,7 @@ def replace_by_relays(trainer: Trainer) -> Trainer:
         )
     ]
     assert isinstance(trainer.data_parallel, Replicated), "weights are not sharded"
-    wrapper = copy(trainer.data_parallel)
-    wrapper.models = models
-    return replace(trainer, data_parallel=wrapper)
+    return replace(trainer, data_parallel=replace(trainer.data_parallel, models=models))
 
 
 class StockStage(torch.nn.Module):

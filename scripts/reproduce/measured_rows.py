@@ -184,10 +184,7 @@ def _recomputation(row: Row) -> dict[str, str]:
         return _FULL
     modules = set(re.findall(r"[a-z_]+", text)) - {"selective"}
     if not modules <= {"core_attn", *get_args(RecomputedModule)}:
-        raise UserError(
-            f"recompute {given!r}: must be none, selective, modules, full, or block with a number "
-            "of layers; correct it"
-        )
+        raise UserError(f"recompute {given!r}: must be none, selective, modules, full, or block N")
     return _SELECTIVE | ({"modules": " ".join(sorted(modules))} if modules else {})
 
 
@@ -235,8 +232,9 @@ def _line(row: Row, name: str, job: Mapping[str, int], model: ModelConfig) -> st
     trainer, recomputation = _LINES[name], _recomputation(row)
     precision = _text(row, "precision").lower().replace("-", "_") or "bf16"
     if precision not in ("bf16", *_WORDS["fp8"]):
-        known = ", ".join(_WORDS["fp8"])
-        raise UserError(f"precision must be bf16 or FP8 as {known}, got {precision}")
+        raise UserError(
+            f"precision must be bf16 or one of {words([*_WORDS['fp8']])}, got {precision}"
+        )
     mode = recomputation.get("granularity", "none")
     strategy = re.search(r"SHARD_GRAD_OP|HYBRID_SHARD|NO_SHARD", _text(row, "note"))
     accumulated, remainder = divmod(job["gbs"], job["batch"] * job["dp"])

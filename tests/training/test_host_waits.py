@@ -83,7 +83,7 @@ def calls_of_two_steps(links, plan):
             return 0.0
 
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    for bucket in trainer.data_parallel._buckets:
+    for bucket in trainer.data_parallel.overlap._buckets:
         begin, finish = bucket.start_param_sync, bucket.finish_param_sync
 
         def finish_and_log(bucket=bucket, finish=finish, **options):

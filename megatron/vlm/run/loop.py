@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -20,7 +20,6 @@ from megatron.vlm.run.gather import gather_pass_times, gather_stage_records
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.metrics import MetricsSink, step_values
 from megatron.vlm.step.evaluate import Validation, validate
-from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import StepResult, Trainer, train_step
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
@@ -106,32 +105,46 @@ class TrainingLoop:
         self._writer, self._health, self._sinks = writer, health, sinks
         self._stop_requested = stop_requested
         self._is_writer = dist.get_rank() == 0
+        shard = parallel_state.get_tensor_model_parallel_rank()
+        is_first = parallel_state.get_data_parallel_rank() == shard == 0  # of its stage
+        self._traced = arguments.profile_steps if is_first else range(0)
         self._data = next(portions)
 
     def run(self, first_step: int, end: int) -> RunOutcome:
         """Train from `first_step` to before `end` or a requested stop. The last step is saved."""
         step, stopped = first_step, False
         started = before = time.perf_counter()
-        tracer = _Tracer(self._arguments, self._trainer.links)
-        while step < end and not stopped:
-            if step == self._data.stop:
-                self._data = next(self._portions)
-            with tracer.step(step):
+        with ExitStack() as trace:
+            while step < end and not stopped:
+                if step == self._data.stop:
+                    self._data = next(self._portions)
+                if step in self._traced and step in (first_step, self._traced.start):
+                    trace.enter_context(self._tracing())
                 begun = time.perf_counter()
                 result = self._train(step)
                 ended = time.perf_counter()
-            timed = is_timed(step, first_step)
-            between_ms = (begun - before) * 1e3
-            record = self._record(step, result, (ended - begun) * 1e3, between_ms, timed)
-            before = ended
-            step += 1
-            stopped = result.stop_requested
-            if self._is_writer:
-                line = _progress_line(record, first_step, self._last_step, started)
-                self._write(record, RUN_FILE, step, step_values(record), line)
-            self._save_and_validate(step, stopped, is_last=stopped or step == end)
-        tracer.close()
+                if step + 1 not in self._traced:
+                    trace.close()
+                timed = is_timed(step, first_step)
+                between_ms = (begun - before) * 1e3
+                record = self._record(step, result, (ended - begun) * 1e3, between_ms, timed)
+                before = ended
+                step += 1
+                stopped = result.stop_requested
+                if self._is_writer:
+                    line = _progress_line(record, first_step, self._last_step, started)
+                    self._write(record, RUN_FILE, step, step_values(record), line)
+                self._save_and_validate(step, stopped, is_last=stopped or step == end)
         return RunOutcome(step, self._health.skipped_steps, stopped)
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Trace the steps inside with torch's profiler."""
+        with torch.profiler.profile() as profiler:
+            yield
+        folder = self._arguments.save / TRACE_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"stage_{self._trainer.links.rank}.json"))
 
     def _train(self, step: int) -> StepResult:
         data, rows = self._data, self._data.rows(step)
@@ -235,33 +248,6 @@ class TrainingLoop:
                 self._sinks.remove(sink)
                 _log.info(f"{type(sink).__name__} gets nothing from step {steps} on: {error}")
         _log.info(line)
-
-
-class _Tracer:
-    """Traces `profile_steps` with torch's profiler, on the first rank of each stage."""
-
-    def __init__(self, arguments: RunArguments, links: PipelineLinks) -> None:
-        first_replica = parallel_state.get_data_parallel_rank() == 0
-        first_shard = parallel_state.get_tensor_model_parallel_rank() == 0
-        self._steps = arguments.profile_steps if first_replica and first_shard else range(0)
-        self._path = arguments.save / TRACE_FOLDER / f"stage_{links.rank}.json"
-        self._profiler: torch.profiler.profile | None = None
-
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        if self._profiler is None and step in self._steps:
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        yield
-        if step + 1 not in self._steps:
-            self.close()
-
-    def close(self) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(self._path))
-            self._profiler = None
 
 
 def _progress_line(record: StepRecord, first_step: int, last_step: int, started: float) -> str:

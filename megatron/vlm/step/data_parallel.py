@@ -47,7 +47,7 @@ class TiedCopies:
             second.copy_(first)
 
 
-class _Overlap:
+class DataParallelOverlap:
     """Reduces gradients and gathers weights of one stage while it computes.
 
     Core's DistributedDataParallel starts its buckets as gradients become ready and weights are
@@ -56,14 +56,16 @@ class _Overlap:
     gradients when all previous buckets are ready, in each chunk's last backward; weights after the
     update, in forward order. Each layer or other unit waits for its weights before its forward.
 
+    Autograd's nodes hold it by their hooks, so it must not hold the optimizer: garbage collection does
+    not see cycles through nodes.
+
     Args:
         models: chunks in model order, with equal weights on all ranks, and made with
-            `overlap_grad_reduce`, `overlap_param_gather` and `align_param_gather`. None of a single
-            data-parallel rank and of encoders: all methods then do nothing.
+            `overlap_grad_reduce`, `overlap_param_gather` and `align_param_gather`.
     """
 
     def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
-        self._overlapped = models
+        self._models = models
         # From the model's end, as gradients become ready; core orders experts separately.
         parameters = (parameter for model in models for parameter in model.module.parameters())
         place = {parameter: place for place, parameter in enumerate(parameters)}
@@ -106,7 +108,7 @@ class _Overlap:
         self._missing = [set(bucket.params) for bucket in self._buckets]
         self._begun = 0
         with ExitStack() as stack:
-            for model in self._overlapped:
+            for model in self._models:
                 stack.enter_context(model.no_sync())  # core does not count ready gradients
             yield
         self._in_last.clear()
@@ -133,9 +135,8 @@ class _Overlap:
             bucket.start_grad_sync()
         self._begun = max(self._begun, end)
 
-    def discard_gradients(self) -> None:
-        """Finish reductions in progress, of gradients that no update uses."""
-        for model in self._overlapped:
+    def finish_reduction(self) -> None:
+        for model in self._models:
             model.finish_grad_sync()
         self._mark_gathered()
 
@@ -173,21 +174,15 @@ def _list_waiting_units(stage: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield part
 
 
-class Replicated(_Overlap):
-    """Replicated weights and gradients, sharded optimizer: core's DDP and distributed optimizer.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicated:
+    """Replicated weights and gradients, sharded optimizer: core's DDP and distributed optimizer."""
 
-    Args:
-        reduction_groups: None for core's; encoders have others.
-        tied: copies of a tied matrix on this stage, if any.
-    """
-
-    def __init__(
-        self, models: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer,
-        reduction_groups: ProcessGroupCollection | None, tied: TiedCopies | None, overlaps: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(models if overlaps else ())
-        self.models, self.optimizer = models, optimizer
-        self._reduction_groups, self._tied = reduction_groups, tied
+    models: Sequence[DistributedDataParallel]
+    optimizer: ChainedOptimizer
+    reduction_groups: ProcessGroupCollection | None = None  # None for core's; encoders have others
+    tied: TiedCopies | None = None  # copies of a tied matrix on this stage, if any
+    overlap: DataParallelOverlap  # without models for one data-parallel rank, and for encoders
 
     def zero_gradients(self) -> None:
         for model in self.models:
@@ -210,16 +205,16 @@ class Replicated(_Overlap):
         # several chunks, other chunks' backwards follow a chunk's last.
         last = batches.shapes if len(self.models) > 1 else batches.shapes[-1:]
         may_overlap = batches.rows_are_full or all(shape.context == 1 for shape in last)
-        with self.reducing():
-            yield self.before_last_backward if may_overlap else None
+        with self.overlap.reducing():
+            yield self.overlap.before_last_backward if may_overlap else None
 
     def finish_gradients(self, factor: float) -> None:
         """Finish sums over data- and tensor-parallel ranks and tied copies, and scale them."""
-        finalize_model_grads([*self.models], pg_collection=self._reduction_groups)
-        if self._tied is not None:
+        finalize_model_grads([*self.models], pg_collection=self.reduction_groups)
+        if self.tied is not None:
             stages = [model.module for model in self.models if model.module.holds_tied_copy]
             copies = [stage.shared_embedding_or_output_weight() for stage in stages]
-            self._tied.sum([weight.main_grad for weight in copies if weight.requires_grad])
+            self.tied.sum([weight.main_grad for weight in copies if weight.requires_grad])
         for model in self.models:
             model.scale_gradients(factor)
 
@@ -235,6 +230,17 @@ class Replicated(_Overlap):
             if clip_grad > 0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
+
+    def begin_gather(self, changed: bool) -> None:
+        """Begin to gather all weights if an update `changed` them; do nothing without overlap."""
+        self.overlap.begin_gather(changed)
+
+    def discard_gradients(self) -> None:
+        """Finish reductions in progress, of gradients that no update uses."""
+        self.overlap.finish_reduction()
+
+    def wait_for_weights(self) -> None:
+        self.overlap.wait_for_weights()
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield all weights; trained weights are views of core's buffers."""

@@ -43,7 +43,13 @@ from megatron.vlm.model.sharded_units import divide_weights
 from megatron.vlm.model.sharded_weights import FirstValues, without_matrices
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, phase_times_ms
-from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded, TiedCopies
+from megatron.vlm.step.data_parallel import (
+    DataParallel,
+    DataParallelOverlap,
+    Replicated,
+    Sharded,
+    TiedCopies,
+)
 from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
 from megatron.vlm.step.links import PipelineLinks, all_pipelines
 from megatron.vlm.step.schedule import run_forward, run_forward_backward
@@ -349,7 +355,13 @@ def _wrap_replicated(
         if isinstance(inner, torch.optim.AdamW):
             for group in (inner.defaults, *inner.param_groups):
                 group.update(fused=True, foreach=False)
-    return Replicated(models, optimizer, groups, tied, overlaps)
+    return Replicated(
+        models=models,
+        optimizer=optimizer,
+        reduction_groups=groups,
+        tied=tied,
+        overlap=DataParallelOverlap(models if overlaps else ()),
+    )
 
 
 def _group_overrides(
