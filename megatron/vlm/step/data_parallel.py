@@ -56,8 +56,8 @@ class DataParallelOverlap:
     gradients when all previous buckets are ready, in each chunk's last backward; weights after the
     update, in forward order. Each layer or other unit waits for its weights before its forward.
 
-    Autograd's nodes hold it by their hooks, so it must not hold the optimizer: garbage collection does
-    not see cycles through nodes.
+    Hooks of autograd's nodes hold it, so it must not hold the optimizer: garbage collection sees no
+    cycles through nodes.
 
     Args:
         models: chunks in model order, with equal weights on all ranks, and made with
