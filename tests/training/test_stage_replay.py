@@ -271,9 +271,9 @@ def test_what_cannot_be_replayed_is_refused(plan_folder, tmp_path):
     """Prevents samples of other data, and a rank that waits for other ranks' shards."""
     shared, meta = save_planned(tmp_path / "plan", (30, 1), (120, 2)), tmp_path / "meta.json"
     for directory, data, message in (
-        (plan_folder, (meta, None), "go together"),
-        (plan_folder, (meta, tmp_path / "tokenizer.model"), "does not name the data"),
-        (shared, (None, None), "packs that several ranks share"),
+        (plan_folder, (meta, None), "give both"),
+        (plan_folder, (meta, tmp_path / "tokenizer.model"), "names no data"),
+        (shared, (None, None), "ranks share packs"),
     ):
         with pytest.raises(UserError, match=message):
             load_replay(directory, *data)
