@@ -58,10 +58,10 @@ from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.pack_settings import PackSettings
+from omnibal.packing.steps import deal_steps, draw_steps, size_load
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.unit_runs import stages_from_cuts
-from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.steps import deal_steps, draw_steps, size_load
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

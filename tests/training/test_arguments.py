@@ -24,7 +24,6 @@ from megatron.vlm.step.train import OptimizationOptions
 from omnibal.base.errors import UserError
 
 TRAIN = "--plan p --data d.json --tokenizer-model t --save s"
-NO_PATHS = dict.fromkeys(("data_index", "data_cache", "data_root"))
 MODULES = Path(arguments_module.__file__).parents[1]
 
 
@@ -47,9 +46,8 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
             save_interval=1000, keep_checkpoints=None, async_save=True, exit_after_failed_saves=2,
             replan_at=(), elastic=False,
         ),
-        storage=StorageArguments(**NO_PATHS, data_cache_gib=32), profile_steps=range(0),
-        tensorboard_dir=None, wandb_project=None,
-        evaluation=None,
+        storage=StorageArguments(data_cache_gib=32), profile_steps=range(0),
+        tensorboard_dir=None, wandb_project=None, evaluation=None,
     )  # fmt: skip
 
 
@@ -57,10 +55,9 @@ def test_what_is_typed_arrives(monkeypatch) -> None:
     """Prevents an option that is parsed and has no effect."""
     words = (
         f"{TRAIN} --load l --finetune --train-iters 7 --seed 3 --no-async-save --save-interval 5 "
-        "--replan-at 50,7 --elastic "
+        "--replan-at 50,7 --elastic --vision-lr 1e-4 "
         "--keep-checkpoints 2 --exit-after-failed-saves 3 --max-skipped-steps 0 --num-workers 0 "
         "--on-bad-sample skip --loss-weighting sample --drop-path-rate 0.1 --lr 1e-3 "
-        "--vision-lr 1e-4 "
         "--wandb-project w --tensorboard-dir b --profile-steps 2-4 --eval-data e.json "
         "--eval-samples 9 --eval-interval 6 --max-new-tokens 11"
     )

@@ -83,10 +83,9 @@ def run_loop(
         sharing=Sharing(dp_rank=0, levels=[Level(caps=Caps.of(tokens=64))]),
         batches=iter(batches), pack_flops=np.full(len(batches), 1e6), peak_flops_per_s=1e9,
     )  # fmt: skip
-    arguments = RunArguments(
-        save=folder, checkpoints=CheckpointArguments(save_interval=2, **options),
-        samples=None, storage=None, optimization=OPTIONS, evaluation=None,
-    )  # fmt: skip
+    others = dict.fromkeys(("samples", "storage", "optimization", "evaluation"))
+    checkpoints = CheckpointArguments(save_interval=2, **options)
+    arguments = RunArguments(save=folder, checkpoints=checkpoints, **others)
     training = TrainingLoop(
         trainer, iter([data]), arguments, STEPS, writer, RunHealth(max_skipped),
         list(sinks) if links.rank == 0 else [], stop_requested,
