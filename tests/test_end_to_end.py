@@ -86,7 +86,7 @@ def test_replay_says_what_is_wrong(plan, digits, tmp_path):
     """Prevents tracebacks and partial replays after wrong stages or data."""
     command = ("tools/replay.py", plan, "-o", tmp_path / "replay")
     for stages in ("0,2", ""):
-        assert "stages 0 to 1" in refuse(*command, "--stages", stages)
+        assert "from 0 to 1" in refuse(*command, "--stages", stages)
     other = ("--data", digits / "heldout" / "meta.json")
     given = ("--tokenizer-model", digits / "tokenizer.model")
     assert "the plan was made for other data" in refuse(*command, *other, *given)
