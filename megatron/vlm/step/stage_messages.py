@@ -17,11 +17,15 @@ gloo or NCCL:
   neighbours that both wait for their devices could deadlock; scripts/job.sh's settings prevent it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
+from typing import NamedTuple
+
+import numpy as np
 
 from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import Pass
@@ -56,130 +60,86 @@ class StepMessages:
     sends_wait: bool  # whether a send waits until the channel's previous message has left
 
 
+class _Transfer(NamedTuple):
+    sender: int  # operation of the graph
+    receiver: int
+    cut: int
+    micro_batch: int
+
+
 @lru_cache(maxsize=_KEPT_STEPS)
 def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMessages:
     """Return a step's messages. Gradients cross only `trained_cuts`."""
-    flows = _Flows(graph, trained_cuts)
-    waits, with_sends = flows.waits(), [*flows.waits(), *flows.waits_of_sends()]
-    sends_wait = flows.order(with_sends) is not None
-    positions = flows.list_receive_positions(with_sends if sends_wait else waits)
-    channels = {
-        channel: tuple(
-            StageMessage(
-                cut=transfer.cut,
-                micro_batch=transfer.micro_batch,
-                after=None if after is None else after - flows.first[channel.target],
-            )
-            for transfer, after in zip(transfers, positions[channel], strict=True)
-        )
-        for channel, transfers in flows.channels.items()
-    }
-    return StepMessages(channels=channels, sends_wait=sends_wait)
+    channels, previous = _list_transfers(graph, trained_cuts), graph.before.tolist()
+    # Operations that each operation waits for; after the last, an operation that waits for none.
+    waits = {operation: [before] for operation, before in enumerate(previous)}
+    with_sends = {operation: [before] for operation, before in enumerate(previous)}
+    for transfers in channels.values():
+        for transfer in transfers:
+            waits[transfer.receiver].append(transfer.sender)
+            with_sends[transfer.receiver].append(transfer.sender)
+        # A send waits until the receiver can take the channel's previous message. Its receive is
+        # posted at the latest after the operation before the taker.
+        for taker, following in zip(_list_takers(transfers), transfers[1:], strict=False):
+            with_sends[following.sender].append(previous[taker])
+    try:
+        order, sends_wait = [*TopologicalSorter(with_sends).static_order()], True
+    except CycleError:
+        with_sends, sends_wait = waits, False
+        order = [*TopologicalSorter(waits).static_order()]
+    # First operations of each kind and part load kernels. By operation, a bit mask of those that it
+    # is or depends on.
+    _, places = np.unique([graph.kind, graph.part], axis=1, return_index=True)
+    launches, needs = places.tolist(), dict[int, int]()
+    for operation in order:
+        needs[operation] = 1 << operation if operation in launches else 0
+        for earlier in with_sends.get(operation, ()):
+            needs[operation] |= needs[earlier]
+    return StepMessages(
+        channels={
+            channel: tuple(_list_messages(graph, channel, transfers, launches, needs))
+            for channel, transfers in channels.items()
+        },
+        sends_wait=sends_wait,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    cut: int
-    micro_batch: int
-    # Operations, numbered as in `_Flows`.
-    sender: int
-    receiver: int
-
-
-_Waits = Iterable[tuple[int, int]]  # pairs of an operation and an operation that waits for it
-
-
-class _Flows:
-    """Transfers by channel. Operations are numbered through the lists of all stages in turn."""
-
-    def __init__(self, graph: OperationGraph, trained_cuts: frozenset[int]) -> None:
-        schedule = graph.schedule
-        self.first = [0]  # number of every stage's first operation, then the total
-        for operations in schedule.operations:
-            self.first.append(self.first[-1] + len(operations))
-        # Operations that send or need messages, by direction, part and micro-batch.
-        place = {
-            (op.kind is Pass.FORWARD, schedule.part(stage, op.chunk), op.micro_batch): number
-            for stage, operations in enumerate(schedule.operations)
-            for number, op in enumerate(operations, start=self.first[stage])
-            if op.kind is not Pass.BACKWARD_WEIGHT
-        }
-        self.channels: dict[Channel, list[_Transfer]] = {}
-        for (is_forward, part, micro_batch), sender in place.items():
-            to, cut = (part + 1, part) if is_forward else (part - 1, part - 1)
-            if not 0 <= to < schedule.parts or not (is_forward or cut in trained_cuts):
-                continue
+def _list_transfers(
+    graph: OperationGraph, trained_cuts: frozenset[int]
+) -> dict[Channel, list[_Transfer]]:
+    """Return transfers between stages by channel, in sending order."""
+    channels: dict[Channel, list[_Transfer]] = defaultdict(list)
+    sources, stages, parts = graph.source.tolist(), graph.stage.tolist(), graph.part.tolist()
+    for receiver in np.argsort(graph.source)[: np.sum(graph.source < len(graph))].tolist():
+        sender, is_forward = sources[receiver], graph.kind[receiver] == Pass.FORWARD
+        cut = min(parts[sender], parts[receiver])
+        if stages[sender] != stages[receiver] and (is_forward or cut in trained_cuts):
             content = Content.ACTIVATIONS if is_forward else Content.GRADIENTS
-            channel = Channel(schedule.stage_of(part), schedule.stage_of(to), content)
-            if channel.source != channel.target:
-                receiver = place[is_forward, to, micro_batch]
-                transfer = _Transfer(cut, micro_batch, sender, receiver)
-                self.channels.setdefault(channel, []).append(transfer)
-        self._takers = {channel: _list_takers(sent) for channel, sent in self.channels.items()}
-        # By stage, first operations of each kind and chunk: they load kernels.
-        self._launches: list[list[int]] = []
-        for operations, first in zip(schedule.operations, self.first, strict=False):
-            seen = dict[tuple[Pass, int], int]()
-            for number, operation in enumerate(operations, start=first):
-                seen.setdefault((operation.kind, operation.chunk), number)
-            self._launches.append(list(seen.values()))
+            channel = Channel(stages[sender], stages[receiver], content)
+            micro_batch = int(graph.micro_batch[receiver])
+            channels[channel].append(_Transfer(sender, receiver, cut, micro_batch))
+    return channels
 
-    def waits(self) -> list[tuple[int, int]]:
-        """Return waits for the previous operation of a stage and for messages."""
-        stages = zip(self.first, self.first[1:], strict=False)
-        by_list = [(op, op + 1) for first, end in stages for op in range(first, end - 1)]
-        sent = (transfer for transfers in self.channels.values() for transfer in transfers)
-        return by_list + [(transfer.sender, transfer.receiver) for transfer in sent]
 
-    def waits_of_sends(self) -> Iterator[tuple[int, int]]:
-        """Yield waits of sends until the receiver can take the channel's previous message."""
-        for channel, sent in self.channels.items():
-            for taker, following in zip(self._takers[channel], sent[1:], strict=False):
-                # A receive is posted at the latest after the operation before its taker.
-                if taker > self.first[channel.target]:
-                    yield taker - 1, following.sender
+def _list_messages(
+    graph: OperationGraph,
+    channel: Channel,
+    transfers: Sequence[_Transfer],
+    launches: Sequence[int],
+    needs: Mapping[int, int],
+) -> Iterator[StageMessage]:
+    """Yield a channel's messages in sending order.
 
-    def list_receive_positions(self, waits: _Waits) -> dict[Channel, list[int | None]]:
-        """Return the operation to launch before each receive, or None for first messages.
-
-        It is the last first launch since the previous message was taken that this message depends
-        on, at least the taker if a first launch; if none, the number before the stage's first.
-        """
-        # By operation, a bit mask of the first launches that it is or depends on.
-        launches = {launch for of_stage in self._launches for launch in of_stage}
-        before, order = self._before(waits), self.order(waits)
-        assert order is not None, "waits have a cycle"
-        needs = [0] * len(before)
-        for number in order:
-            needs[number] = 1 << number if number in launches else 0
-            for earlier in before[number]:
-                needs[number] |= needs[earlier]
-
-        def after(channel: Channel, number: int) -> int:
-            sender = self.channels[channel][number].sender
-            start, end = self._takers[channel][number - 1 : number + 1]
-            # First launches between request and arrival, if requested after the previous message.
-            between = [launch for launch in self._launches[channel.target] if start <= launch < end]
-            late = [launch for launch in between if launch == start or needs[sender] >> launch & 1]
-            return max(late, default=self.first[channel.target] - 1)
-
-        return {
-            channel: [None, *(after(channel, number) for number in range(1, len(sent)))]
-            for channel, sent in self.channels.items()
-        }
-
-    def _before(self, waits: _Waits) -> list[list[int]]:
-        before: list[list[int]] = [[] for _ in range(self.first[-1])]
-        for earlier, waiting in waits:
-            before[waiting].append(earlier)
-        return before
-
-    def order(self, waits: _Waits) -> list[int] | None:
-        """Return a topological order of the operations, or None if waits have a cycle."""
-        try:
-            return list(TopologicalSorter(dict(enumerate(self._before(waits)))).static_order())
-        except CycleError:
-            return None
+    Each is requested after the last first launch since the previous message was taken that it
+    depends on, at least the taker if a first launch; if none, before the stage's first operation.
+    """
+    first, takers = int(graph.of_stage(channel.target)[0]), _list_takers(transfers)
+    for number, (transfer, taker) in enumerate(zip(transfers, takers, strict=True)):
+        start = takers[number - 1]
+        between = [launch for launch in launches if start <= launch < taker]
+        late = [n for n in between if n == start or needs[transfer.sender] >> n & 1]
+        after = max(late, default=first - 1) - first if number else None
+        yield StageMessage(transfer.cut, transfer.micro_batch, after)
 
 
 def _list_takers(sent: Sequence[_Transfer]) -> list[int]:
