@@ -116,17 +116,25 @@ def progress_total(request: StrategyRequest) -> int:
 
 
 def search_strategies(
-    request: StrategyRequest, on_progress: Callable[[int], None], processes: int = 1
+    request: StrategyRequest,
+    on_progress: Callable[[int], None],
+    processes: int = 1,
+    *,
+    is_quick: bool = False,
 ) -> StrategySearch:
-    """Return strategies ranked by predicted time per sample. UserError if none can be planned."""
+    """Return strategies ranked by predicted time per sample. UserError if none can be planned.
+
+    Args:
+        is_quick: whether to plan the few best choices of the grid alone.
+    """
     sizings = possible_sizings(request)
     setting, space = Setting(request=request.draw_samples(), packs={}), cap_space(request)
     grid = space.grid() if request.caps is None else [request.caps]
     every = [(sizing, caps) for sizing in sizings for caps in grid]
     with whole_progress(progress_total(request), on_progress) as advance:
         trials = BoundedTrials(setting=setting, processes=processes, advance=advance)
-        trials.run(every, _MOST_PLANNED)
-        if request.caps is None and trials.planned:
+        trials.run(every, _MOST_MOVES_PLANNED if is_quick else _MOST_PLANNED)
+        if request.caps is None and trials.planned and not is_quick:
             finalists = trials.rank_strategies()[:_FINALISTS]
             best_moves = space.moves(finalists[0].caps, _MOVE)
             # Also around the finalist's own caps, as if its sizes were the only ones.

@@ -112,7 +112,7 @@ def with_enough_samples(request: StrategyRequest, processes: int) -> StrategyReq
     larger steps.
     """
     some = replace(request, samples=_COMPARED_SAMPLES)
-    found = search_strategies(some, lambda done: None, processes)
+    found = search_strategies(some, lambda done: None, processes, is_quick=True)
     best, samples = found.best, request.samples_per_step
     while best.micro_batches < MIN_MICRO_BATCHES and samples < len(request.lengths):
         samples = _double_to_fill(samples, best.micro_batches)
