@@ -337,40 +337,33 @@ def length_files(paths: Sequence[Path]) -> list[Path]:
 
 def _check_item_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
     """Raise UserError if a row's counts are negative, without tokens or contradictory."""
-    files = ", ".join(map(str, paths))
-    counted = {name: lengths.column(name) for name in (*lengths.item_names, *_TOKENS)}
-    bad = np.any([column < (name == "tokens") for name, column in counted.items()], axis=0)
-    if bad.any():
-        row = int(np.flatnonzero(bad)[0])
-        raise UserError(
-            f"{files}: row {row} has "
-            f"{', '.join(f'{name} {column[row]}' for name, column in counted.items())}; "
-            f"{words([*lengths.item_names, 'loss_tokens'])} must be at least 0 and tokens at least "
-            "1; rebuild the file with `omnibal lengths`"
-        )
+    where = ", ".join(map(str, paths))
+    for name in (*lengths.item_names, *_TOKENS):
+        column, least = lengths.column(name), int(name == "tokens")
+        rule = f"{name} {{}}, which must be at least {least}"
+        _refuse_rows(where, column < least, rule, column)
     for name, squares in lengths.squares.items():
         items = lengths.column(name.removeprefix("squared_")).astype(np.int64)
         wrong = (squares < items) | (squares > items**2)
-        if wrong.any():
-            row = int(wrong.argmax())
-            raise UserError(
-                f"{files}: row {row} has {name} {squares[row]}; of {items[row]} "
-                f"{name.removeprefix('squared_')} it must be {items[row]} to {items[row] ** 2}; "
-                "rebuild the file with `omnibal lengths`"
-            )
+        rule = f"{name} {{}}, which must be {{}} to {{}} by {name.removeprefix('squared_')}"
+        _refuse_rows(where, wrong, rule, squares, items, items**2)
     sizes = lengths.image_sizes
     if sizes is None:
         return
-    are_counts = all((sizes.images[name] > 0).all() for name in _LIST_COLUMNS)
+    is_odd = any((sizes.images[name] < 1).any() for name in _LIST_COLUMNS)
+    lists = words(list(_LIST_COLUMNS.values()))
     for name, sums in ((_IMAGE_FEATURE, sizes.tokens), (squares_of(_IMAGE_FEATURE), sizes.squares)):
-        wrong = lengths.column(name) != sums
-        if wrong.any() or not are_counts:
-            row = int(wrong.argmax())
-            raise UserError(
-                f"{files}: row {row} has {name} {lengths.column(name)[row]}, and by "
-                f"{words(list(_LIST_COLUMNS.values()))} {sums[row]}; entries must be at least 1 "
-                "and their sums the same; rebuild the file with `omnibal lengths`"
-            )
+        column = lengths.column(name)
+        rule = f"{name} {{}}, and {{}} by {lists}, whose entries must be at least 1 and sum to it"
+        _refuse_rows(where, (column != sums) | is_odd, rule, column, sums)
+
+
+def _refuse_rows(where: object, wrong: np.ndarray, rule: str, *columns: np.ndarray) -> None:
+    """Raise UserError if any row is wrong: `rule` formats its values of `columns`."""
+    if wrong.any():
+        row = int(wrong.argmax())
+        found = rule.format(*(column[row] for column in columns))
+        raise UserError(f"{where}: row {row} has {found}; rebuild it with `omnibal lengths`")
 
 
 def _read_lengths_file(path: Path) -> list[Lengths]:
@@ -416,12 +409,8 @@ def _read_image_sizes(columns: Columns) -> ImageSizes | None:
     first, second = _LIST_COLUMNS.values()
     columns.require((first, second))
     (times, counts), (tokens, others) = columns.integer_lists(first), columns.integer_lists(second)
-    if (counts != others).any():
-        row = int((counts != others).argmax())
-        raise UserError(
-            f"{columns.path}: row {row} has {counts[row]} entries of {first} and {others[row]} of "
-            f"{second}; both need one for every image and video; rebuild it with `omnibal lengths`"
-        )
+    rule = f"{{}} entries of {first} and {{}} of {second}: both need one for every image and video"
+    _refuse_rows(columns.path, counts != others, rule, counts, others)
     images = np.empty(len(times), IMAGE)
     images["times"], images["tokens"] = times, tokens
     return ImageSizes(images=images, counts=counts)
@@ -433,12 +422,8 @@ def _read_rows(columns: Columns, repeats: bool) -> np.ndarray | None:
     sample = columns.integers(_SAMPLE_COLUMN, pa.int64())
     wrong = np.diff(sample, prepend=-1) < (0 if repeats else 1)
     wrong[:1] |= sample[:1] < 0
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise UserError(
-            f"{columns.path}: column {_SAMPLE_COLUMN} holds {sample[row]} in row {row}; it must "
-            "ascend from 0 or more, a row per sample; rebuild it with `omnibal lengths`"
-        )
+    rule = f"{_SAMPLE_COLUMN} {{}}, which must ascend from 0 or more, a row per sample"
+    _refuse_rows(columns.path, wrong, rule, sample)
     return sample
 
 

@@ -9,7 +9,6 @@ Media parts become marks in the text.
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,6 +51,12 @@ _ROLE_OF: dict[str, Role] = {
 }
 # Assistant roles whose text is a tool call or a list of calls.
 _CALL_ROLES = ("function_call", "tool_call")
+# Optional assistant keys: message field, type and what it must be.
+_ASSISTANT_KEYS: dict[str, tuple[str, type, str]] = {
+    "loss": ("learned", bool, "true or false"),
+    "reasoning_content": ("reasoning", str, "a text"),
+    "tool_calls": ("calls", object, "calls"),  # read by `_read_calls`
+}
 _IGNORED_KEYS = ("id", "name", "tool_call_id")  # message keys that no template writes
 # Media part types and the keys that may name the file.
 _MEDIA_PARTS: dict[str, tuple[Medium, tuple[str, ...]]] = {
@@ -104,27 +109,31 @@ def _read_message(
         )
     content = fields.pop(text_key, None)
     more: dict[str, Any] = {}
-    for key, (name, reader) in _ASSISTANT_KEYS.items():
+    for key, (name, kind, rule) in _ASSISTANT_KEYS.items():
         if key in fields:
             value = fields.pop(key)
             if role != "assistant" and value:
                 raise InvalidRecordError(f'"{key}", which only an assistant\'s may have')
-            more[name] = reader(value)
+            if not isinstance(value, kind):
+                raise InvalidRecordError(f'an odd "{key}"; it must be {rule}')
+            more[name] = _read_calls(value) if key == "tool_calls" else value
     unknown = [key for key in fields if key not in _IGNORED_KEYS]
     if unknown:
         raise InvalidRecordError(f'"{unknown[0]}", which is not understood; remove it')
     if speaker in _CALL_ROLES:
         more["calls"] = (*more.get("calls", ()), *_read_calls(content))
-        text = ""
-    elif isinstance(content, str):
-        text = _FILE_TAGS.sub(lambda found: _read_file_tag(found, items), content)
-    elif isinstance(content, list) and content:
-        text = "".join(_read_part(part, items) for part in content)
+        content = ""
     elif content is None and more.get("calls"):
-        text = ""
-    else:
-        raise InvalidRecordError(f'an odd "{text_key}"; it must be a text or parts with a "type"')
-    return ChatMessage(role=role, text=text, **more)
+        content = ""
+    return ChatMessage(role=role, text=_read_content(content, text_key, items), **more)
+
+
+def _read_content(content: Any, key: str, items: dict[Medium, list[Any]]) -> str:
+    if isinstance(content, str):
+        return _FILE_TAGS.sub(lambda found: _read_file_tag(found, items), content)
+    if not isinstance(content, list) or not content:
+        raise InvalidRecordError(f'an odd "{key}"; it must be a text or parts with a "type"')
+    return "".join(_read_part(part, items) for part in content)
 
 
 def _read_file_tag(found: re.Match[str], items: dict[Medium, list[Any]]) -> str:
@@ -157,15 +166,6 @@ def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
     return MARK_OF[medium]
 
 
-def _require_type(kind: type, problem: str) -> Callable[[Any], Any]:
-    def check(given: Any) -> Any:
-        if not isinstance(given, kind):
-            raise InvalidRecordError(problem.format(json.dumps(given)))
-        return given
-
-    return check
-
-
 def _read_calls(given: Any) -> tuple[str, ...]:
     """Return tool calls as JSON texts, from a call or a list, parsed or as text."""
     calls, texts = _parse_json(given), []
@@ -179,17 +179,6 @@ def _read_calls(given: Any) -> tuple[str, ...]:
             )
         texts.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
     return tuple(texts)
-
-
-# Optional assistant keys: message field and reader.
-_ASSISTANT_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "loss": ("learned", _require_type(bool, 'a "loss" of {}; it must be true or false')),
-    "reasoning_content": (
-        "reasoning",
-        _require_type(str, 'an odd "reasoning_content"; it must be a text'),
-    ),
-    "tool_calls": ("calls", _read_calls),
-}
 
 
 def _parse_json(given: Any) -> Any:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import soundfile
@@ -65,8 +65,8 @@ def read_duration(recording: AudioFile) -> Duration:
         except soundfile.LibsndfileError as error:
             raise BadFile(_TRUNCATED) from error
     with recording.open() as file:
-        data = _find_wav_data(file)
-    if not has_end or (data is not None and data.is_cut):
+        wav = _find_wav_data(file)
+    if not has_end or (wav is not None and wav.is_cut):
         raise BadFile(_TRUNCATED)
     return duration
 
@@ -103,9 +103,9 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
 def _open_sound(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
     try:
         with bad_file_errors(), recording.open() as file:
-            data = _find_wav_data(file)
+            wav = _find_wav_data(file)
             file.seek(0)
-            given = _SizeUnknown(file, data.start - 4) if data and data.was_never_stated else file
+            given = _SizeUnknown(file, wav.start - 4) if wav and wav.is_unfinished else file
             with soundfile.SoundFile(given) as sound:
                 yield sound
     except soundfile.LibsndfileError as error:
@@ -127,24 +127,12 @@ def _check_sound(sound: soundfile.SoundFile) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _WavData:
-    """Data chunk of a WAV, in bytes."""
+class _WavData(NamedTuple):
+    """Data chunk of a WAV."""
 
-    start: int  # offset of the data
-    stated: int  # data size in the header
-    stated_of_file: int  # file size in the header
-    file: int  # file size
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the file ends before its data does. libsndfile does not report this."""
-        return self.stated not in _UNKNOWN_SIZES and self.start + self.stated > self.file
-
-    @property
-    def was_never_stated(self) -> bool:
-        """Whether the header has data size 0 but data follows, as if never finalized."""
-        return not self.stated and self.start < self.file and self.stated_of_file < self.file
+    start: int  # offset in bytes
+    is_cut: bool  # whether the file ends before its data does; libsndfile does not report this
+    is_unfinished: bool  # whether the header has data size 0 but data follows
 
 
 def _find_wav_data(file: BinaryIO) -> _WavData | None:
@@ -155,14 +143,14 @@ def _find_wav_data(file: BinaryIO) -> _WavData | None:
     form = {b"RIFF": "<4sI", b"RIFX": ">4sI"}.get(head[:4])
     if form is None or len(head) < 8:
         return None
-    stated_of_file = 8 + struct.unpack(form, head)[1]
+    is_behind = 8 + struct.unpack(form, head)[1] < size  # whether data may follow the stated end
     file.seek(12)
     while len(head := file.read(8)) == 8:
         name, length = struct.unpack(form, head)
         if name == b"data":
-            return _WavData(
-                start=file.tell(), stated=length, stated_of_file=stated_of_file, file=size
-            )
+            start = file.tell()
+            is_cut = length not in _UNKNOWN_SIZES and start + length > size
+            return _WavData(start, is_cut, is_behind and not length and start < size)
         file.seek(length + length % 2, 1)  # chunks are 2-byte aligned
     return None
 

@@ -8,28 +8,22 @@ from omnibal.model.limits import Caps, words
 
 Seed = int | np.random.SeedSequence
 
-_LISTED_SAMPLES = 5  # samples that fit no pack, in the message
 _MAX_KEY = 1 << 62  # int64 without overflow of a sum of two
 
 
 def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
     """Raise UserError unless every sample fits into a pack."""
-    over = [lengths.column(name) > caps[name] for name in caps.names]
-    large = np.flatnonzero(np.any(over, axis=0))
-    if not len(large):
+    is_over = np.any([lengths.column(name) > caps[name] for name in caps.names], axis=0)
+    if not is_over.any():
         return
-    listed = "; ".join(
-        f"sample {i} of {lengths.source_names[lengths.source[i]]} has "
-        + words([f"{lengths.column(name)[i]} {name}" for name in caps.names])
-        for i in large[:_LISTED_SAMPLES]
-    )
-    more = f"; and {len(large) - _LISTED_SAMPLES} more" if len(large) > _LISTED_SAMPLES else ""
+    first = int(is_over.argmax())
+    size = words([f"{lengths.column(name)[first]} {name}" for name in caps.names])
     enough = {name: max(int(lengths.column(name).max()), caps[name]) for name in caps.names}
     options = " ".join(Caps.of(**enough).options)
     raise UserError(
-        f"{len(large)} of {len(lengths)} samples exceed the caps of {caps} ({listed}{more}); every "
-        f"sample must fit into one pack: raise the caps ({options} would do), split the samples, "
-        "or drop them from the dataset"
+        f"{is_over.sum()} of {len(lengths)} samples exceed the caps of {caps} (the first is sample "
+        f"{first} of {lengths.source_names[lengths.source[first]]} with {size}); every sample must "
+        f"fit into one pack: raise the caps ({options} would do), or split or drop the samples"
     )
 
 

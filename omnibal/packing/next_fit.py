@@ -116,14 +116,18 @@ class _Places:
     def __init__(
         self, step: np.ndarray, held: np.ndarray, first: np.ndarray, load: np.ndarray
     ) -> None:
-        self.order = np.arange(len(step))
+        # A sentinel pack before the first and after the last place, which never merges.
+        self._order = np.concatenate([[len(step)], np.arange(len(step)), [len(step)]])
         self._first_of_step = np.searchsorted(step, step)
         self._end_of_step = np.searchsorted(step, step, side="right")
         self._load = load
         self._full = int(held.max())
-        # A sentinel pack before the first and after the last place, which never merges.
         self._held = np.append(held.astype(np.int64), self._full)
         self._first = np.append(first.astype(np.int64), self._full + 1)
+
+    @property
+    def order(self) -> np.ndarray:
+        return self._order[1:-1]
 
     def improve(self, at: int) -> bool:
         """Swap the pack at a place or the next within its step; return whether it saves merges."""
@@ -139,22 +143,16 @@ class _Places:
         others = others[np.abs(others - at) > 1]  # neighbours share a border: counts would be wrong
         if not len(others):
             return 0, 0.0, at, at
-        here, there = self._pack(at), self._pack(others)
+        here, there = self.order[at], self.order[others]
         change = self._count_merges(at, there) - self._count_merges(at, here)
         change += self._count_merges(others, here) - self._count_merges(others, there)
         unlike = np.abs(self._load[there] - self._load[here])
         best = int(np.lexsort((unlike, change))[0])
         return int(change[best]), float(unlike[best]), at, int(others[best])
 
-    def _pack(self, place: int | np.ndarray) -> np.ndarray:
-        """Return packs at these places, the sentinel outside of the range."""
-        place = np.asarray(place)
-        is_inside = (place >= 0) & (place < len(self.order))
-        return np.where(is_inside, self.order[np.where(is_inside, place, 0)], len(self.order))
-
     def _count_merges(self, place: int | np.ndarray, pack: np.ndarray) -> np.ndarray:
         """Count the merges with both neighbours for a pack at a place."""
-        before, after = self._pack(np.asarray(place) - 1), self._pack(np.asarray(place) + 1)
+        before, after = self._order[place], self._order[place + 2]
         return self._merges(before, pack).astype(int) + self._merges(pack, after)
 
     def _merges(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -148,7 +148,7 @@ def test_missing_column_is_named(lengths_file):
 @pytest.mark.parametrize("sample", [[1, 1, 2], [2, 1, 3], [-1, 0, 1]])
 def test_samples_that_do_not_ascend_are_refused(lengths_file, sample):
     """Prevents a damaged file from training a sample twice, or the last sample for -1."""
-    with pytest.raises(UserError, match=r"a\.parquet: column sample holds .* must ascend"):
+    with pytest.raises(UserError, match=r"a\.parquet: row . has sample .* must ascend"):
         read_changed(lengths_file, lambda table: table.append_column("sample", pa.array(sample)))
 
 
