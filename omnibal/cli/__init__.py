@@ -8,8 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from omnibal import __version__
 from omnibal.base.program import run_app
+from omnibal.base.version import VERSION
 from omnibal.cli import (
     caps_command,
     check_command,
@@ -42,7 +42,7 @@ def root(
 ) -> None:
     """Plan training of (vision-)language models: packs, parallel sizes, stages, recomputation."""
     if version:
-        sys.stdout.write(f"omnibal {__version__}\n")
+        sys.stdout.write(f"omnibal {VERSION}\n")
     elif context.invoked_subcommand is None:
         sys.stdout.write(context.get_help() + "\n")
 
