@@ -270,60 +270,76 @@ def _search_sets(
     estimated = sorted(of_sizings, key=lambda pair: pair[0])
     bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
 
-    work = partial(_simulate_set, levels.some, levels.longest)
-    simulated: Trials[LevelChoice, tuple[float, LevelChoice]] = Trials(
-        work=work, processes=processes, on_done=advance
-    )
-
-    def trials_on(setting: Setting) -> Trials[LevelChoice, Strategy]:
-        work = partial(plan_levels, setting, levels.longest)
-        return Trials(work=work, processes=processes, on_done=advance)
-
-    trials = trials_on(levels.some.in_1f1b)
-
-    def try_sets(choices: Sequence[LevelChoice]) -> None:
-        """Simulate the sets, and search stages for those that are near the fastest."""
-        simulated.run(choices)
-        best_ms = min((ms for ms, _ in simulated.found.values()), default=0.0)
-        found = [simulated.found[choice] for choice in choices if choice in simulated.found]
-        found.sort(key=lambda pair: pair[0])
-        near = dict.fromkeys(used for ms, used in found if ms <= _SIMULATED_SLACK * best_ms)
-        trials.run(list(near)[:_MOST_TRIED])
-
+    sets = _SetTrials.build(levels, processes, advance)
     limit_ms = _ESTIMATED_SLACK * estimated[0][0] if estimated else 0.0  # ms per sample
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
-    try_sets(near)
+    sets.run(near)
     if not levels.rule.is_forced:
-        if trials.found:
-            (sizing, _), *_ = _rank_sets(levels, trials)
-            try_sets(_by_hbp(levels, sizing))
+        if sets.planned.found:
+            (sizing, _), *_ = sets.rank()
+            sets.run(_by_hbp(levels, sizing))
         else:
-            try_sets(_tops(levels, sizings)[:_MOST_SIMULATED])
+            sets.run(_tops(levels, sizings)[:_MOST_SIMULATED])
     for _ in range(0 if levels.rule.is_hbp else _MOVE_ROUNDS):
-        for fastest in list(_rank_sets(levels, trials))[:1]:
-            try_sets(_moves(levels, fastest, [choice for _, choice in estimated]))
-    ranked = _rank_sets(levels, trials)
-    finalists = [choice for choice in ranked if not are_plain(choice[1])]
-    planned = trials_on(levels.setting)
-    gaining = may_gain(levels.some, {choice: ranked[choice] for choice in finalists})
-    planned.run([*finalists[:_FINALISTS], *gaining])
-    if not planned.found:
+        for fastest in list(sets.rank())[:1]:
+            sets.run(_moves(levels, fastest, [choice for _, choice in estimated]))
+    several = {choice: trial for choice, trial in sets.rank().items() if not are_plain(choice[1])}
+    finalists, gaining = list(several), may_gain(levels.some, several)
+    final = _plans_of_sets(levels.setting, levels, processes, advance)
+    final.run([*finalists[:_FINALISTS], *gaining])
+    if not final.found:
         # All samples may need more memory and make fewer packs than the subset.
-        planned.run(finalists[_FINALISTS : 2 * _FINALISTS])
-    failed = *planned.failed.values(), *trials.failed.values(), *simulated.failed.values()
-    refused = next(iter(failed), None)
-    return list(planned.found.values()), len(near), bound_ms, refused
+        final.run(finalists[_FINALISTS : 2 * _FINALISTS])
+    failed = [
+        *final.failed.values(),
+        *sets.planned.failed.values(),
+        *sets.simulated.failed.values(),
+    ]
+    return list(final.found.values()), len(near), bound_ms, next(iter(failed), None)
 
 
-def _rank_sets(
-    levels: LevelSetting, trials: Trials[LevelChoice, Strategy]
-) -> dict[LevelChoice, Strategy]:
-    """Return trials of allowed sets, without levels that got no packs, fastest first."""
-    found = dict[LevelChoice, Strategy]()
-    for trial in trials.found.values():
-        if levels.rule.allows(trial.levels):
-            found.setdefault(trial.choice, trial)
-    return dict(sorted(found.items(), key=lambda pair: pair[1].ms_per_sample))
+def _plans_of_sets(
+    setting: Setting, levels: LevelSetting, processes: int, advance: Callable[[int], None]
+) -> Trials[LevelChoice, Strategy]:
+    work = partial(plan_levels, setting, levels.longest)
+    return Trials(work=work, processes=processes, on_done=advance)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _SetTrials:
+    """Sets simulated on the subset of samples, and those near the fastest planned on it in 1F1B."""
+
+    rule: LevelRule
+    simulated: Trials[LevelChoice, tuple[float, LevelChoice]]
+    planned: Trials[LevelChoice, Strategy]
+
+    @classmethod
+    def build(
+        cls, levels: LevelSetting, processes: int, advance: Callable[[int], None]
+    ) -> "_SetTrials":
+        work = partial(_simulate_set, levels.some, levels.longest)
+        return cls(
+            rule=levels.rule,
+            simulated=Trials(work=work, processes=processes, on_done=advance),
+            planned=_plans_of_sets(levels.some.in_1f1b, levels, processes, advance),
+        )
+
+    def run(self, choices: Sequence[LevelChoice]) -> None:
+        """Simulate sets, and plan the fastest of them that are near the fastest of all."""
+        self.simulated.run(choices)
+        every = self.simulated.found
+        limit_ms = _SIMULATED_SLACK * min((ms for ms, _ in every.values()), default=0.0)
+        found = sorted(
+            (every[choice] for choice in choices if choice in every), key=lambda pair: pair[0]
+        )
+        near = dict.fromkeys(used for ms, used in found if ms <= limit_ms)  # distinct, in order
+        self.planned.run(list(near)[:_MOST_TRIED])
+
+    def rank(self) -> dict[LevelChoice, Strategy]:
+        """Return planned sets that the rule allows, fastest first."""
+        allowed = [trial for trial in self.planned.found.values() if self.rule.allows(trial.levels)]
+        allowed.sort(key=lambda trial: trial.ms_per_sample)
+        return {trial.choice: trial for trial in allowed}
 
 
 def _by_hbp(levels: LevelSetting, sizing: Sizing) -> list[LevelChoice]:
