@@ -1,6 +1,6 @@
 """A stage's channels to other stages; shapes are planned, so only values are sent."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -67,9 +67,7 @@ class PipelineLinks:
         if schedule.chunks == 1:
             return replace(self, schedule=schedule)
         links = replace(self, schedule=schedule, other_way=_create_group_pair())
-        connected = set(_list_channels(self))
-        added = (channel for channel in _list_channels(links) if channel not in connected)
-        _connect_channels(links, added)
+        _connect_channels(links)
         return links
 
 
@@ -89,7 +87,7 @@ def create_pipeline_links() -> PipelineLinks:
         activations=activations,
         gradients=gradients,
     )
-    _connect_channels(links, _list_channels(links))
+    _connect_channels(links)
     return links
 
 
@@ -97,32 +95,21 @@ def _create_group_pair() -> list[dist.ProcessGroup]:
     return [create_own_group(all_pipelines()) for _ in range(2)]
 
 
-def _list_channels(links: PipelineLinks) -> list[Channel]:
-    """Return all channels of the pipeline without duplicates, in the order of the cuts."""
-    stages = [links.stage_of(part) for part in range(links.last_part + 1)]
-    channels = [
-        channel
-        for before, after in pairwise(stages)
-        for channel in (
-            Channel(before, after, Content.ACTIVATIONS),
-            Channel(after, before, Content.GRADIENTS),
-        )
-        if before != after
-    ]
-    return list(dict.fromkeys(channels))
-
-
-def _connect_channels(links: PipelineLinks, channels: Iterable[Channel]) -> None:
-    """Send a number over every channel in turn; collective over the pipeline."""
+def _connect_channels(links: PipelineLinks) -> None:
+    """Send a number over every channel in turn, by cuts; collective over the pipeline."""
     # NCCL connects a pair in its first transfer, which blocks until both take part. In training,
     # neighbours would begin with different pairs and block each other.
     token = torch.zeros(1, device=current_device())
-    for channel in channels:
-        group = links.group(channel)
-        if links.rank == channel.source:
-            dist.send(token, links.ranks[channel.target], group=group)
-        elif links.rank == channel.target:
-            dist.recv(token, links.ranks[channel.source], group=group)
+    stages = [links.stage_of(part) for part in range(links.last_part + 1)]
+    for before, after in dict.fromkeys(pairwise(stages)):
+        forth = Channel(before, after, Content.ACTIVATIONS)
+        back = Channel(after, before, Content.GRADIENTS)
+        for channel in (forth, back) if before != after else ():
+            group = links.group(channel)
+            if links.rank == channel.source:
+                dist.send(token, links.ranks[channel.target], group=group)
+            elif links.rank == channel.target:
+                dist.recv(token, links.ranks[channel.source], group=group)
 
 
 class Inbox:

@@ -61,10 +61,10 @@ def run_fake_stage(
         replayer = StageReplayer(plan, links, on_phase=partial(setattr, device, "phase"))
         memory = device.memory
         device.places.name(*replayer.trainer.stages)
-        memory.relabel_all(Label("", "optimizer state", "state"))  # before weights and gradients
+        memory.relabel(Label("", "optimizer state", "state"))  # all but weights and gradients
         for wrapper in replayer.trainer.wrappers:
-            memory.relabel(wrapper.weights(), Label("", "weights", "state"))
-            memory.relabel(wrapper.gradients(), Label("", "gradients", "state"))
+            memory.relabel(Label("", "weights", "state"), wrapper.weights())
+            memory.relabel(Label("", "gradients", "state"), wrapper.gradients())
         on_run()
         worst: FakeStage | None = None
         worst_predicted_gib = 0.0

@@ -93,17 +93,11 @@ class MemoryTracker:
             self.highest_bytes, self._highest_moment = total, self._moment
             self.highest_label, self._highest_working = label, working_bytes
 
-    def relabel(self, tensors: Iterable[torch.Tensor], label: Label) -> None:
-        for tensor in tensors:
-            entry = self._live.get(tensor.untyped_storage()._cdata)
-            if entry is not None:
-                entry[1].label = label
-
-    def relabel_all(self, label: Label) -> None:
-        """Set the label of every live storage whose label is of another phase."""
-        for _, allocation in self._live.values():
-            if allocation.label.phase != label.phase:
-                allocation.label = label
+    def relabel(self, label: Label, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Set the label of the tensors' live storages, or of all."""
+        keys = self._live if tensors is None else {t.untyped_storage()._cdata for t in tensors}
+        for key in self._live.keys() & keys:
+            self._live[key][1].label = label
 
     def contents(self) -> dict[Label, tuple[int, int]]:
         """Return the number and bytes of storages and workspace by label at `highest_bytes`."""
