@@ -126,10 +126,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`, but drop-path keys on the host. Asynchronous if pinned."""
-        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
-        return self._map_tensors(torch.Tensor.pin_memory)
+        return self.map_tensors(torch.Tensor.pin_memory)
 
     def for_units(self, units: Stage) -> "MicroBatch":
         """Return a copy without encoder inputs (by far the largest) that `units` do not embed."""
@@ -173,7 +173,8 @@ class MicroBatch:
         for tensor in self._device_tensors().values():
             tensor.record_stream(stream)
 
-    def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        """Return a copy with changed tensors; drop-path keys are kept, as they stay on the host."""
         changed = {name: change(tensor) for name, tensor in self._device_tensors().items()}
         return replace(self, **changed)
 

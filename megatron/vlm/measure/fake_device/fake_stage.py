@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.measure.fake_device.device import install_device
 from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.memory import Label
@@ -71,11 +70,11 @@ def run_fake_stage(
         for window in heaviest:
             expected = window.predicted_gib / max(worst_predicted_gib, 1e-12)
             if worst is None or expected * (1 + _MAX_SPREAD) >= 1:
-                batches = [_drop_data(batch, device) for batch in load(window.rows)]
+                batches = [batch.map_tensors(device.fake) for batch in load(window.rows)]
                 encoding_work = None
                 if encoding is not None:
                     shares, passes = encoding.work_of_stage(stage, window.rows)
-                    encoding_work = shares, [_drop_data(batch, device) for batch in passes]
+                    encoding_work = shares, [batch.map_tensors(device.fake) for batch in passes]
                 step = partial(replayer.activation_bytes, batches, encoding_work)
                 run = _count_step(device, replayer, window.rows, step)
                 if worst is None or run.allocated_gib > worst.allocated_gib:
@@ -85,11 +84,6 @@ def run_fake_stage(
         gc.collect()  # core's reference cycles: their memory must not count for the next stage
     assert worst is not None, "a stage has micro-batches"
     return worst
-
-
-def _drop_data(batch: MicroBatch, device: FakeDevice) -> MicroBatch:
-    tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
-    return replace(batch, **{name: device.fake(value) for name, value in tensors.items()})
 
 
 def _count_step(
