@@ -146,7 +146,7 @@ def job_row(job: Job) -> tuple[str, ...]:
     peak_gib = max(stage.memory.peak_gib for stage in best.prediction.stages)
     step, rate = str(best.strategies.samples_per_step), samples_per_second(best)
     return (
-        job.name, job.trainer or "own", step, f"{parallel.text}, {parallel.sharding}",
+        job.name, job.trainer or "own", step, f"{parallel}, {parallel.sharding}",
         f"{peak_gib:.0f}", f"{rate:,.2f}", job.recipe, f"{seconds:.0f} s",
     )  # fmt: skip
 
@@ -173,7 +173,7 @@ def describe_plan(planned: Planned) -> str:
     plan = planned.result.plan
     assert plan.data is not None
     levels = " ".join(f"{level.caps['tokens']}/{level.context}" for level in plan.levels)
-    return f"{plan.parallel.text}; {planned.placement.chosen.value}; {levels or plan.data.caps}"
+    return f"{plan.parallel}; {planned.placement.chosen.value}; {levels or plan.data.caps}"
 
 
 def main() -> None:

@@ -312,7 +312,7 @@ def average_layer_rows() -> Iterator[tuple[str, ...]]:
         best_ms = simulated_ms(cost, best, packs)
         slower = [f"{simulated_ms(cost, s, packs) / best_ms - 1:+.1%}" for s in (found, again)]
         fits = f"{peak:.1f} of {job.memory_cap_gib:.1f}"
-        yield name, f"{tokens // 1024}K", parallel.text, f"{best_ms / 1e3:.2f}", *slower, fits
+        yield name, f"{tokens // 1024}K", f"{parallel}", f"{best_ms / 1e3:.2f}", *slower, fits
 
 
 def main() -> None:

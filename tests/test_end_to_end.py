@@ -110,7 +110,7 @@ def test_plans_that_cannot_be_started_are_refused(plan, digits, tmp_path):
     for processes in (1, 3):
         message = refuse(*training(plan, digits, tmp_path / "run"), processes=processes)
         assert f"launched with {processes} process(es)" in message
-        assert "tensor 1 x pipeline 2 x data 1 = 2" in message
+        assert "TP 1 x PP 2 x DP 1 = 2" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -151,7 +151,7 @@ def test_one_run_writes_to_a_folder(single, digits, tmp_path):
         )
     (tmp_path / "file").touch()
     message = refuse(*training(single, digits, tmp_path / "file" / "run"))
-    assert "give a directory that can be written to" in message
+    assert "give a writable directory" in message
 
 
 def test_reports_of_a_run(long_plan, digits, tmp_path):

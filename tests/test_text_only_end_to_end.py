@@ -73,7 +73,7 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
     pair, alone = tmp_path / "pair", tmp_path / "alone"
     plan = plan_texts(texts, "plan", "--pp", "2")
     listed = succeed("pretrain_vlm.py", "--plan", plan, "--dry-run")
-    assert "2 processes: tensor 1 x pipeline 2 x data 1" in listed
+    assert "2 processes: TP 1 x PP 2 x DP 1" in listed
     assert "language embed" in listed and "head" in listed
     pair_succeeds(*training(plan, texts, pair, "--train-iters", "1"))
     heldout = ("--eval-data", texts / "heldout" / "meta.json", "--max-new-tokens", "2")

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import UserError, refuse_if
 
 _LEDGER = "bytes"  # file with the cache's size; its lock serializes writers
 _FOLDER_DIGITS = 2  # of the hash: 256 folders, as a million files in a folder are slow
@@ -33,11 +33,10 @@ class BlockCache:
         ledger = folder / _LEDGER
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()) and not ledger.is_file():
-                raise UserError(
-                    f"{folder}: holds other files, which a cache would remove; give an empty or a "
-                    "new folder"
-                )
+            refuse_if(
+                any(folder.iterdir()) and not ledger.is_file(),
+                f"{folder}: holds other files, which a cache would remove; give a new folder",
+            )
             ledger.open("a").close()
         except OSError as error:
             raise UserError(

@@ -9,6 +9,12 @@ class UserError(ValueError):
     # Other exceptions are defects, so they keep their traceback.
 
 
+def refuse_if(is_wrong: object, message: str) -> None:
+    """Raise UserError with the message if `is_wrong` is true."""
+    if is_wrong:
+        raise UserError(message)
+
+
 class StorageError(UserError):
     """Data that cannot be reached, or changed. Never skipped, as a bad sample may be."""
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import UserError, refuse_if
 from omnibal.base.remote_path import RemotePath
 
 T = TypeVar("T")
@@ -35,10 +35,8 @@ def full_disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
-        reason = os.strerror(error.errno)
-        raise UserError(
-            f"{path}: cannot be written ({reason}); make room, or write elsewhere"
-        ) from error
+        message = f"{path}: cannot be written ({os.strerror(error.errno)}); make room there"
+        raise UserError(message) from error
 
 
 @contextmanager
@@ -51,8 +49,7 @@ def atomic(path: Path) -> Iterator[Path]:
         >>> with atomic(Path("plan.json")) as temporary:
         ...     temporary.write_text("{}")
     """
-    if path.is_dir():
-        raise UserError(f"{path}: is a directory; give the path of a file")
+    refuse_if(path.is_dir(), f"{path}: is a directory; give the path of a file")
     if is_stream(path):
         with tempfile.TemporaryDirectory() as folder:
             written = Path(folder) / "output"
@@ -74,13 +71,8 @@ def atomic(path: Path) -> Iterator[Path]:
 
 def real_path(path: Path) -> Path:
     """Return a path without links and dots, existing or not. Raise UserError for a NUL in it."""
-    if "\0" in str(path):
-        raise UserError(
-            f"{path}: has a NUL character, which no path can have; correct the file that names it"
-        )
-    if isinstance(path, RemotePath):
-        return path
-    return Path(os.path.realpath(path))
+    refuse_if("\0" in str(path), f"{path}: has a NUL character; correct the file that names it")
+    return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
 
 
 def check_new_folder(path: Path) -> None:
@@ -93,11 +85,8 @@ def check_room(target: Path, size: int) -> None:
     """Raise UserError unless `size` bytes fit on the file system of `target`."""
     nearest = next(folder for folder in target.absolute().parents if folder.is_dir())
     free = shutil.disk_usage(nearest).free
-    if size > free:
-        raise UserError(
-            f"{target}: {size:,} bytes are to be written, but only {free:,} are free there; make "
-            "room, or write elsewhere"
-        )
+    room = "make room, or write elsewhere"
+    refuse_if(size > free, f"{target}: needs {size:,} bytes, and {free:,} are free; {room}")
 
 
 def is_stream(path: Path) -> bool:
@@ -115,8 +104,7 @@ def is_stream(path: Path) -> bool:
 
 def check_ends(path: Path, remedy: str) -> None:
     """Raise UserError for a pipe or device, which may never end."""
-    if is_stream(path):
-        raise UserError(f"{path}: is a pipe or a device, which may never end; {remedy}")
+    refuse_if(is_stream(path), f"{path}: is a pipe or a device, which may never end; {remedy}")
 
 
 def _is_standard_output(state: os.stat_result) -> bool:
@@ -180,7 +168,7 @@ def parse_json_model(kind: type[T], text: str | bytes, where: str, remedy: str) 
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
-        raise _one_line_error(error, where, remedy) from error
+        raise one_line_error(error, where, remedy) from error
 
 
 def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
@@ -188,7 +176,7 @@ def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
     try:
         return TypeAdapter(kind).validate_python(tomllib.loads(read_text(path, remedy)))
     except ValidationError as error:
-        raise _one_line_error(error, str(path), remedy) from error
+        raise one_line_error(error, str(path), remedy) from error
     except (ValueError, RecursionError) as error:  # huge numbers and deep nesting too
         raise UserError(f"{path}: not TOML: {error}; {remedy}") from error
 
@@ -202,13 +190,12 @@ def read_text(path: Path, remedy: str) -> str:
         raise UserError(f"{path}: no such file; {remedy}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error}); {remedy}") from error
-    except ValueError as error:  # a NUL in the path
-        raise UserError(f"{str(path)!r}: cannot be read ({error}); {remedy}") from error
+    except ValueError as error:  # not UTF-8, or a NUL in the path
+        raise UserError(f"{path}: not UTF-8 text, or no path ({error}); {remedy}") from error
 
 
-def _one_line_error(error: ValidationError, where: str, remedy: str) -> UserError:
+def one_line_error(error: ValidationError, where: str, remedy: str) -> UserError:
+    """Return a UserError of the first mistake that pydantic found; `where` begins its message."""
     first = error.errors()[0]
     place = ": " + ": ".join(map(str, first["loc"])) if first["loc"] else ""
     given = "" if first["type"] in _WITHOUT_INPUT else f" (given: {first['input']!r:.80})"

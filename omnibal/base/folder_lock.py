@@ -30,9 +30,8 @@ def lock_folder(option: str, folder: Path, say: Callable[[str], None]) -> Iterat
             since = datetime.now().astimezone().isoformat(timespec="seconds")
             lock.write(f"{os.getpid()} {os.uname().nodename} {since}".encode())
         except OSError as error:
-            raise UserError(
-                f"{option} {folder}: {error.strerror}; give a directory that can be written to"
-            ) from error
+            message = f"{option} {folder}: {error.strerror}; give a writable directory"
+            raise UserError(message) from error
         yield
 
 
@@ -52,13 +51,9 @@ def _wait_for(lock: RawIOBase, option: str, folder: Path, say: Callable[[str], N
         if len(holder) == 3:  # else the holder has not yet written it
             process, node, since = holder
             if node != os.uname().nodename or Path("/proc", process).exists():
-                raise UserError(
-                    f"{folder}: in use by process {process} on {node} since {since}; wait until it "
-                    f"has ended, or give another {option}"
-                )
+                user = f"process {process} on {node} since {since}"
+                raise UserError(f"{folder}: in use by {user}; wait, or give another {option}")
             if holder != announced:
-                say(
-                    f"{folder}: waiting for processes that process {process} started before its end"
-                )
+                say(f"{folder}: waiting for children of process {process}, which has ended")
             announced = holder
         time.sleep(_LOCK_POLL_S)

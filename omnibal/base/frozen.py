@@ -33,12 +33,10 @@ class Frozen(Numbered):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def written_unless(default: Any, description: str | None = None) -> Any:
+def written_unless(default: Any) -> Any:
     """Return a pydantic field that is dumped only if it differs from its default."""
     # Plans are keyed by hashes of dumps, so a new field must not change dumps of older plans.
-    return Field(
-        default=default, exclude_if=lambda value: value == default, description=description
-    )
+    return Field(default=default, exclude_if=lambda value: value == default)
 
 
 def _has_boolean_for_number(given: Any, parsed: Any) -> bool:

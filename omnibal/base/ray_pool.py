@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -19,6 +19,7 @@ _RETRIES = 20  # of a task whose worker died, which it may have killed
 _RESOURCE_POLL_S = 1.0  # nodes come and go
 _CONNECT_S = 10.0  # for a port to answer; Ray tries for minutes
 _HEAD_S = 20.0  # for a head to restart; Ray silently kills its processes after 60 s
+_AGAIN = "run the same command again to resume"
 # gRPC's HTTP/2 preface with empty settings, to which Ray's ports answer.
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
@@ -31,9 +32,8 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
     try:
         import ray
     except ImportError as error:
-        raise UserError(
-            f'--engine ray needs Ray ({error}); pip install "omnibal[ray]", here and on all nodes'
-        ) from error
+        remedy = 'pip install "omnibal[ray]", here and on all nodes'
+        raise UserError(f"--engine ray needs Ray ({error}); {remedy}") from error
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     # Ray exits the process when it gives up.
@@ -76,18 +76,16 @@ def _wait_for_head(address: str) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"the head of the Ray cluster, {address}, is gone ({error}); start the cluster "
-                    "again, then run the same command with its address to resume"
-                ) from error
+                message = f"the Ray cluster's head, {address}, is gone ({error}); {_AGAIN}"
+                raise UserError(message) from error
         time.sleep(_RESOURCE_POLL_S)
 
 
 def _unreachable_error(address: str | None, reason: str) -> UserError:
     where = "a Ray cluster" if address is None else f"--address {address}: the Ray cluster"
     return UserError(
-        f"{where} cannot be reached ({reason}); start it with `ray start --head`, give the address "
-        "that is printed, and put its token, if any, in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        f"{where} cannot be reached ({reason}); start it with `ray start --head`, and give its "
+        "address, and its token, if any, in RAY_AUTH_TOKEN"
     )
 
 
@@ -103,10 +101,11 @@ class _RayPool:
         # Stored once and loaded once per worker: `work` may hold a whole tokenizer.
         stored_work = ray.put(work)
         run = ray.remote(max_retries=_RETRIES, num_cpus=1)(_run_task)
-        capacity, running = _Capacity(ray, self.head), set[Any]()
+        running = set[Any]()
         try:
             while True:
-                for task in islice(remaining, max(0, capacity.max_tasks() - len(running))):
+                most = _max_tasks(self, int(time.monotonic() // _RESOURCE_POLL_S))
+                for task in islice(remaining, max(0, most - len(running))):
                     running.add(run.remote([stored_work], VERSION, task))
                 if not running:
                     return
@@ -123,41 +122,28 @@ class _RayPool:
             result = self.ray.get(task_id)
         except self.ray.exceptions.RayError as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(
-                f"a task of Ray failed {_RETRIES + 1} times ({reason}); check that all nodes have "
-                "this version of omnibal and enough memory, then run the same command again to "
-                "resume"
-            ) from error
+            message = (
+                f"a Ray task failed {_RETRIES + 1} times ({reason}); check the nodes; {_AGAIN}"
+            )
+            raise UserError(message) from error
         if isinstance(result, Failure):
             raise result.error
         return result
 
 
-@dataclass(slots=True)
-class _Capacity:
-    ray: Any
-    head: str | None
-    counted_at: float = -_RESOURCE_POLL_S  # monotonic seconds
-    cores: int = field(default=1)
-
-    def max_tasks(self) -> int:
-        if time.monotonic() - self.counted_at >= _RESOURCE_POLL_S:
-            if self.head is not None:
-                _wait_for_head(self.head)
-            self.counted_at = time.monotonic()
-            self.cores = max(1, int(self.ray.cluster_resources().get("CPU", 0)))
-        return _TASKS_PER_CORE * self.cores
+@lru_cache(maxsize=1)
+def _max_tasks(pool: _RayPool, poll: int) -> int:  # `poll` only keys the cache
+    if pool.head is not None:
+        _wait_for_head(pool.head)
+    return _TASKS_PER_CORE * max(1, int(pool.ray.cluster_resources().get("CPU", 0)))
 
 
 def _run_task(stored_work: list[Any], version: str, task: Any) -> Any:
     # Ray would load a bare reference for every task, but not one in a list.
     if version == VERSION:
         return outcome(_load_work(stored_work[0]), task)
-    other = UserError(
-        f"node {socket.gethostname()} has omnibal {VERSION}, and the scan was started with "
-        f"{version}; install one version on all nodes"
-    )
-    return Failure(other)
+    node = f"node {socket.gethostname()} has omnibal {VERSION}"
+    return Failure(UserError(f"{node}, and this one {version}; install one version on all nodes"))
 
 
 @lru_cache(maxsize=1)

@@ -19,7 +19,7 @@ from pathlib import Path, PosixPath
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from omnibal.base.block_cache import BlockCache
-from omnibal.base.errors import StorageError, UserError
+from omnibal.base.errors import StorageError, UserError, refuse_if
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -141,10 +141,8 @@ def kept_below(path: Path, folder: Path | None) -> Path:
     real, root = (Path(posixpath.normpath(str(place))) for place in (path, folder))
     if not isinstance(path, RemotePath):
         real, root = real.resolve(), folder.resolve()
-    if not real.is_relative_to(root):
-        raise UserError(
-            f"{path}: is outside --data-root {folder}; name files below it, or give another"
-        )
+    is_outside = not real.is_relative_to(root)
+    refuse_if(is_outside, f"{path}: is outside --data-root {folder}; name files below it")
     return path
 
 
@@ -153,14 +151,10 @@ def check_local(options: Mapping[str, Any]) -> None:
     # As a local path, a URL would make a folder "s3:".
     for name, value in options.items():
         for path in value if isinstance(value, list) else [value]:
-            if not isinstance(path, Path) or isinstance(path, RemotePath):
-                continue
-            if url := _URL_AS_PATH.fullmatch(str(path)):
-                raise UserError(
-                    f"{name.replace('_', '-')} {url[1]}://{url[2]}: only data may be a URL (DATA "
-                    "of `omnibal lengths`, --data and --eval-data of pretrain_vlm.py); give a "
-                    "local path"
-                )
+            is_local = isinstance(path, Path) and not isinstance(path, RemotePath)
+            if is_local and (url := _URL_AS_PATH.fullmatch(str(path))):
+                given = f"{name.replace('_', '-')} {url[1]}://{url[2]}"
+                raise UserError(f"{given}: only data may be a URL; give a local path")
 
 
 def versions_of(paths: Sequence[Path]) -> list[str]:
@@ -205,10 +199,7 @@ class _FileInfo:
     def parse(cls, info: dict[str, Any]) -> "_FileInfo":
         size = info.get("size")
         if size is None:
-            raise StorageError(
-                f"{info.get('name')}: its server does not tell its size, and samples are read by "
-                "position; use another storage"
-            )
+            raise StorageError(f"{info.get('name')}: its server tells no size; use another")
         changes = next((info[name] for name in _VERSION_FIELDS if info.get(name)), "")
         return cls(int(size), f"{size}:{changes}")
 
@@ -235,29 +226,19 @@ def _open_storage(path: RemotePath) -> Iterator[tuple[Any, str]]:
     """Yield fsspec's file system and the path in it; backends' errors become StorageErrors."""
     try:
         from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise UserError(
-            f'{path}: URLs need fsspec ({error}); install it: pip install "omnibal[s3]"'
-        ) from error
-    try:
+
         # Created each time: connections do not survive a fork, cached listings get stale.
         yield url_to_fs(str(path), use_listings_cache=False)
     except (FileNotFoundError, IsADirectoryError, UserError):
         raise
     except ImportError as error:
-        raise UserError(
-            f"{path}: its storage needs a library that is not installed ({error}); for S3: "
-            'pip install "omnibal[s3]"'
-        ) from error
-    except PermissionError as error:
-        raise StorageError(
-            f"{path}: may not be read ({_safe_reason(error, path)}); allow these credentials to "
-            "read it, then run the same command again"
-        ) from error
+        remedy = 'for S3: pip install "omnibal[s3]"'
+        raise UserError(f"{path}: its storage needs a library ({error}); {remedy}") from error
     except Exception as error:  # backends raise their own errors
+        may_not = "may not" if isinstance(error, PermissionError) else "cannot"
         raise StorageError(
-            f"{path}: cannot be read ({_safe_reason(error, path)}); check the URL, the network and "
-            "the credentials (for S3 as for the AWS command line), then run the same command again"
+            f"{path}: {may_not} be read ({_safe_reason(error, path)}); check the URL, the network "
+            "and the credentials (for S3 as for the AWS command line), then run again"
         ) from error
 
 
@@ -332,5 +313,5 @@ def change_error(path: Path) -> StorageError:
     """Return the error for a file that changed since its samples were indexed, or while read."""
     return StorageError(
         f"{path}: has changed while it was read, or since its samples were found; restore it, or "
-        "keep it and run `omnibal lengths` again (and `omnibal plan`, before training)"
+        "run `omnibal lengths` again (and `omnibal plan`, before training)"
     )

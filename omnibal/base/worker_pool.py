@@ -119,16 +119,10 @@ class _Worker:
         self.process.join()
         code = self.process.exitcode or 0
         cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        if code > 0:
-            return UserError(
-                f"worker process {self.process.pid} could not start ({cause}, with the reason "
-                'above); a script must plan under `if __name__ == "__main__":`, as every worker '
-                "imports it"
-            )
-        return UserError(
-            f"worker process {self.process.pid} was killed ({cause}), as the system does if memory "
-            "is short; run the command again, perhaps with fewer --processes"
-        )
+        remedy = "if memory was short, run again with fewer --processes"
+        if code > 0:  # every worker imports the script
+            remedy = 'a script must plan under `if __name__ == "__main__":`'
+        return UserError(f"worker process {self.process.pid} ended ({cause}); {remedy}")
 
 
 def _results(

@@ -175,9 +175,9 @@ def close_call(search: "StrategySearch", errors: PublishedErrors | str) -> str |
     behind = best.samples_per_second / others[0].samples_per_second - 1
     if behind >= errors.median:
         return None
-    next_best = others[0].parallel.text
+    next_best = others[0].parallel
     return (
-        f"{best.parallel.text} is predicted {percent(behind)} faster than {next_best}, "
+        f"{best.parallel} is predicted {percent(behind)} faster than {next_best}, "
         f"and such predictions err by {percent(errors.median)} in the median: measure both"
     )
 
@@ -342,7 +342,7 @@ def plan_facts(
     """Return facts on the job, its prediction, and the choices of sharding and schedule."""
     parallel, exchange = plan.parallel, prediction.exchange
     entries = [
-        ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
+        ("devices", f"{parallel.world_size} = {parallel}, {plan.cluster.device}"),
         ("data", _data_text(plan)),
         ("step", milliseconds(prediction.step_ms, 4)),
         ("pipeline idle time", f"{percent(prediction.bubble_fraction)} of the step"),

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 import omnibal.cli.options as shared
 from omnibal.base.errors import UserError
-from omnibal.base.files import complaint, is_stream
+from omnibal.base.files import is_stream, one_line_error
 from omnibal.base.outputs import check_files
 from omnibal.base.remote_path import location
 from omnibal.base.worker_pool import LocalPool, Pool, usable_cores
@@ -66,7 +66,7 @@ class ImageSizeOptions:
             # `model_copy` would not validate that min_pixels <= max_pixels.
             changed = tower.model_validate(tower.model_dump() | pixels)
         except ValidationError as error:
-            raise UserError(f"{options}: {complaint(error.errors()[0])}; give others") from error
+            raise one_line_error(error, options, "give others") from error
         (name,) = (name for name, encoder in model.encoders.items() if encoder is tower)
         return model.model_copy(update={"encoders": model.encoders | {name: changed}})
 

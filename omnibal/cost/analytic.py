@@ -24,7 +24,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import refuse_if
 from omnibal.cost.device_rates import Device
 from omnibal.cost.images import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Kernel
@@ -46,7 +46,6 @@ from omnibal.cost.work import CountedUnit, Kept
 from omnibal.model.adapter_settings import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ModelConfig, Precision, load_cluster
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
-from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel, state_group
 from omnibal.model.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_kinds, unit_names
 
@@ -80,17 +79,12 @@ class _PlacedUnit:
         """Whether the unit runs a backward: it or anything before it is trained."""
         return self.trained or self.adapted or self.before_trained
 
-    @property
-    def wants_input_gradient(self) -> bool:
-        """Whether backward computes the gradient of the input."""
-        return self.before_trained or (self.has_backward and not self.kind.is_embed)
-
     def backward(self, unit: CountedUnit) -> list[Kernel]:
         """Return the backward kernels of `unit`, which may be padded."""
         runs = {
             "backward": self.has_backward,
             "repeated": self.has_backward,
-            "input_gradient": self.wants_input_gradient,
+            "input_gradient": self.before_trained or (self.has_backward and not self.kind.is_embed),
             "weight_gradient": self.trained,
         }
         return [kernel for kernel in unit.kernels if runs.get(kernel.phase)]
@@ -121,13 +115,14 @@ def analytic_cost(setting: CostSetting) -> CostModel:
     units = {item.kind.name: _unit_cost(device, item) for item in placed}
     trained = {item.kind.name: item.unit for item in placed if item.trained and item.is_language}
     language = model.language
+    accumulates = runtime.accumulates_in_products
     has_copy = language.tied_head or language.prediction_layers > 0
     word_parameters = language.words_of_rank(parallel.tensor) * language.hidden_size
     rates, expert_rates = (
         _parameter_rates(setting, device, of_experts=are_experts) for are_experts in (False, True)
     )
-    measured = cluster.measured_rates(setting.precision)
-    of_device = f" of {measured.device}" if measured else ""
+    measured = cluster.measured_rates(setting.precision).device
+    of_device = f" of {measured}" if measured else ""
     # Tables of rates exist only for measured quantities.
     basis = "fitted" if cluster.basis == "fitted" else "measured" if measured else "assumed"
     return CostModel(
@@ -144,11 +139,7 @@ def analytic_cost(setting: CostSetting) -> CostModel:
         expert_rates=expert_rates,
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {basis} rates{of_device}",
-        library_buffers=(
-            library_buffers(trained, device.element_bytes)
-            if runtime.accumulates_in_products
-            else ()
-        ),
+        library_buffers=library_buffers(trained, device.element_bytes) if accumulates else (),
     )
 
 
@@ -284,7 +275,7 @@ def _place_units(
     model: ModelConfig, device: Device, frozen: Collection[str], adapters: AdapterConfig | None
 ) -> Iterator[_PlacedUnit]:
     """Yield every unit kind with its position in the model, in model order."""
-    nothing = 0 * device.feature("fixed")
+    nothing = 0 * device.features["fixed"]
     carried, carried_gradient, before_trained = nothing, nothing, False
     any_encoder_trained = deepstack_returns = False
     for kind in unit_kinds(model):
@@ -295,8 +286,7 @@ def _place_units(
         if kind.is_embed and is_language:  # consumes the encoders' features
             carried = carried_gradient = nothing
         is_adapted = has_adapters(model, kind, adapters)
-        is_full = adapters is None or kind.part not in adapters.parts
-        trained = kind.part not in frozen and is_full
+        trained = kind.part not in (*frozen, *(adapters.parts if adapters else ()))
         unit = unpadded = _unit_of_kind(model, kind, device)
         if kind.name == HEAD or (kind.is_layer and not is_language):
             unpadded = _unit_of_kind(model, kind, replace(device, pads=False))
@@ -335,12 +325,8 @@ def _unit_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> Counted
     if kind.tower == LANGUAGE:
         return language_embed(model, device)
     tower = model.encoders[kind.tower]
-    if type(tower) not in ENCODER_UNITS:
-        known = words([encoder.__name__ for encoder in ENCODER_UNITS], "or")
-        raise UserError(
-            f"encoders of {type(tower).__name__} have no costs; give {known}, or add a line to "
-            "omnibal/cost/analytic.py"
-        )
+    message = f"encoders of {type(tower).__name__} have no costs; add some"
+    refuse_if(type(tower) not in ENCODER_UNITS, f"{message} to omnibal/cost/analytic.py")
     embed, layer, projector = ENCODER_UNITS[type(tower)]
     if kind.is_layer:
         return layer(model, tower, kind, device)
@@ -360,7 +346,7 @@ def _unit_cost(device: Device, placed: _PlacedUnit) -> UnitCost:
     # Measured products include the accumulation.
     late_weights = sum(product.weights for product in late)
     added = 0.0 if device.accumulates else min(late_weights, unit.parameters)
-    weight_bytes = placed.trained * device.element_bytes * device.feature("fixed")
+    weight_bytes = placed.trained * device.element_bytes * device.features["fixed"]
     # Gradients of earlier encoders' features wait while this unit runs backward.
     waiting_bytes = placed.carried_gradient_bytes if has_backward else nothing
     moments = unit.working if has_backward else unit.forward_working
@@ -407,11 +393,11 @@ def _unit_cost(device: Device, placed: _PlacedUnit) -> UnitCost:
 
 def _sum_ms(device: Device, passes: Sequence[Sequence[Kernel]]) -> np.ndarray:
     """Return the summed kernel time of every pass, [passes, features]."""
-    nothing = 0 * device.feature("fixed")
+    nothing = 0 * device.features["fixed"]
     return np.stack([np.sum([nothing, *map(device.ms, kernels)], axis=0) for kernels in passes])
 
 
 def _accumulation(device: Device, parameters: float) -> Kernel:
     """Return the kernel that adds a micro-batch's gradients to the step's."""
-    added_bytes = parameters * 2 * device.runtime.gradient_bytes * device.feature("fixed")
+    added_bytes = parameters * 2 * device.runtime.gradient_bytes * device.features["fixed"]
     return Kernel(kind="accumulation", phase="weight_gradient", bytes=added_bytes, launches=0)

@@ -44,15 +44,15 @@ def attention_block(language: LanguageConfig, kind: LayerKind, device: Device) -
     """Return the kernels and memory of a layer's attention."""
     if kind.linear is not None:
         return _gated_delta_rule(language, kind.linear, device)
-    attended = device.feature(attended_feature(kind))
     widths = attention_widths(language, kind, device.tensor)
     if kind.latent is not None:
-        return _latent(language, kind.latent, widths, device, attended)
-    return _grouped_query(language, widths, device, attended)
+        return _latent(language, kind.latent, widths, device)
+    pairs = device.features[attended_feature(kind)] / 2  # visible ones
+    return _grouped_query(language, widths, device, pairs)
 
 
 def _grouped_query(
-    language: LanguageConfig, widths: AttentionWidths, device: Device, attended: np.ndarray
+    language: LanguageConfig, widths: AttentionWidths, device: Device, pairs: np.ndarray
 ) -> Work:
     """Return grouped-query attention, with optional q/k norms, output gate and sinks.
 
@@ -60,7 +60,7 @@ def _grouped_query(
     (`megatron/vlm/model/fused/rotary.py`). Qwen3.5's output gate comes from the same product and
     multiplies attention's output in a separate kernel.
     """
-    t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.features["tokens"]
     h, query, key_value = language.hidden_size, widths.query, widths.key + widths.value
     gate, norms = query * language.output_gate, int(language.qk_norm)
     has_views = language.qk_norm or language.output_gate
@@ -103,7 +103,7 @@ def _grouped_query(
     return Work(
         kernels=(
             *product(tokens, h, made / t, name=qkv, given=FIRST_OUTPUT),
-            *_causal(device, attended, language.heads / t, 2 * language.head_width),
+            *attention(pairs, tokens, language.heads / t, 2 * language.head_width, causal=True),
             *product(tokens, query / t, h, name=f"{by}.linear_proj", given=projected),
             *element_wise(
                 tokens * rotated / t * size,
@@ -115,18 +115,13 @@ def _grouped_query(
             *copies,
             *device.block_exchange(tokens * h * size),
         ),
-        gathered_bytes=device.gather_buffer(tokens * h * size),
+        gathered_bytes=device.sequence_parallel * tokens * h * size,
         kept=tuple(kept),
         other_parameters=made / t * (language.qkv_bias or language.bias)
         + language.heads / t * language.sinks
         + 2 * language.head_width * norms
         + h * language.bias,
     )
-
-
-def _causal(device: Device, attended: np.ndarray, heads: float, elements: float) -> Kernels:
-    """Return causal attention; `attended` is twice the number of visible pairs."""
-    return attention(attended / 2, device.feature("tokens"), heads, elements, causal=True)
 
 
 def _core_kept(
@@ -139,11 +134,7 @@ def _core_kept(
 
 
 def _latent(
-    language: LanguageConfig,
-    latent: LatentAttention,
-    widths: AttentionWidths,
-    device: Device,
-    attended: np.ndarray,
+    language: LanguageConfig, latent: LatentAttention, widths: AttentionWidths, device: Device
 ) -> Work:
     """Return latent attention as Megatron-core's `MLASelfAttention` trains it.
 
@@ -152,9 +143,9 @@ def _latent(
     (`multi_latent_attention.py` with Transformer Engine's linears).
     """
     t, size, by = device.tensor, device.element_bytes, "self_attention"
-    h, tokens, rank = language.hidden_size, device.feature("tokens"), latent.key_value_rank
+    h, tokens, rank = language.hidden_size, device.features["tokens"], latent.key_value_rank
     own, rotary = tokens * device.sequence_share, latent.rotary_head_size
-    up_from, down, ranks = h, [rank + rotary], [rank]
+    pairs, up_from, down, ranks = device.features["squared_tokens"] / 2, h, [rank + rotary], [rank]
     if (query_rank := latent.query_rank) is not None:
         up_from, down, ranks = query_rank, [query_rank, *down], [query_rank, rank]
     up_to = language.heads * (latent.head_size + latent.value_head_size)
@@ -172,12 +163,12 @@ def _latent(
         kernels=(
             *(kernel for outer in down for kernel in product(own, h, outer)),
             *in_module("mla_up_proj", up),
-            *_causal(device, attended, language.heads / t, elements),
+            *attention(pairs, tokens, language.heads / t, elements, causal=True),
             *product(tokens, widths.output / t, h),
             *element_wise(2 * own_bytes, 3 * own_bytes, len(ranks)),
             *_latent_exchange(device, latents_bytes, tokens * h * size),
         ),
-        gathered_bytes=device.gather_buffer(latents_bytes),
+        gathered_bytes=device.sequence_parallel * latents_bytes,
         kept=(
             Kept("latents", by, own_bytes),
             Kept("latents' moments", by, own * len(ranks) * FP32_BYTES),
@@ -213,7 +204,7 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
     (arXiv 2412.06464, section 3.3), in flash-linear-attention's `ops/gated_delta_rule/chunk.py`,
     with q and k heads repeated per value head.
     """
-    t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.features["tokens"]
     h, heads = language.hidden_size, linear.value_heads
     d, e = linear.key_head_size, linear.value_head_size
     keys, values = linear.key_heads * d, heads * e
@@ -227,6 +218,7 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
     back_around = 2 * mixed + 3 * mixed + 2 * mixed + 6 * keys + 5 * values
     # Recomputed w, u, values, states, and all gradients.
     running = heads * ((2 * d + 3 * e + 2 * d * e / CHUNK) + (d + 2 * e) + e) / t
+    block = "self_attention"
     # Bytes per token kept with flash-linear-attention and fused norms, and what makes them.
     is_core = device.runtime.transformer_engine  # Megatron-core's module, with Transformer Engine
     unit_bytes = 2 * keys * size + 2 * linear.key_heads * FP32_BYTES
@@ -258,15 +250,10 @@ def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device:
             ),
             *device.block_exchange(tokens * h * size),
         ),
-        gathered_bytes=device.gather_buffer(tokens * h * size),
+        gathered_bytes=device.sequence_parallel * tokens * h * size,
         kept=tuple(
-            Kept(
-                name,
-                f"self_attention.{by}".strip("."),
-                tokens * token_bytes / t,
-                for_weights=name == "gated output",
-            )
-            for name, by, token_bytes in kept
+            Kept(what, f"{block}.{by}".strip("."), tokens * token_bytes / t, what == "gated output")
+            for what, by, token_bytes in kept
         ),
         working=(Working(tokens * (h * device.sequence_share + running) * size),),
         other_parameters=(convolution + 2 * heads) / t + e,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import refuse_if
 from omnibal.cost.attention_costs import attention_widths
 from omnibal.cost.kernels import ELEMENT_BYTES, unit_vectors
 from omnibal.cost.link_rates import all_to_all_line, pass_line
@@ -29,7 +29,6 @@ from omnibal.cost.profile import fit_exchange_ms
 from omnibal.cost.setting import CostSetting
 from omnibal.cost.shaped_rates import LinearTime
 from omnibal.cost.source import ANALYTIC, CostSource
-from omnibal.model.adapter_settings import trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig
 from omnibal.model.levels import ContextExchange, Level, exchange_mistake
 from omnibal.model.parallel import Group
@@ -39,7 +38,6 @@ from omnibal.model.units import (
     LANGUAGE_EMBED,
     attended_feature,
     feature_names_at,
-    unit_kinds,
 )
 
 _RING_KERNELS = 4  # kernels per further part of a ring, including attention
@@ -109,14 +107,13 @@ def costs_at(
     added = feature_names_at(cost.features, levels)[len(cost.features) :]
     if added:
         cost = with_features(cost, added)
-    trained, kinds = trained_kinds(model, setting.frozen, setting.adapters), unit_kinds(model)
-    encoder_trained = any(kind.tower != LANGUAGE and kind.name in trained for kind in kinds)
+    encoder_kinds = [kind.name for kind in cost.kinds if kind.tower != LANGUAGE]
+    encoder_trained = any(cost.units[name].has_backward for name in encoder_kinds)
     features, size = unit_vectors(cost.features), ELEMENT_BYTES[precision]
 
     def at_level(level: Level) -> CostModel:
         mistake = exchange_mistake(model, parallel, level)
-        if mistake is not None:
-            raise UserError(mistake)
+        refuse_if(mistake, str(mistake))
         if level.context == 1:
             return cost
         group, is_gather = Group(level.context, parallel.tensor), _is_gather(level)

@@ -73,12 +73,11 @@ class Device:
             flops_per_ms["fp8"], fp8 = cluster.tflops("fp8") * 1e9 * share, runtime.fp8
         streamed = streamed_bytes_per_ms(cluster, precision)
         precision = "bf16" if precision == "fp8" else precision  # of operations left in bf16
-        plain = _fastest_copy(rates, "plain")
-        # Without a separate latency, the measured rate includes it: use the data sheet's rate.
-        latency_ms = plain.latency_ms if plain else None
+        plain, kernel_us = _fastest_copy(rates, "plain"), cluster.kernel_us
         bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
-        if plain is not None and latency_ms is not None:
-            bytes_per_ms = plain.bytes_per_ms
+        # Without a separate latency, the measured rate includes it: use the data sheet's rate.
+        if plain is not None and plain.latency_us is not None:
+            bytes_per_ms, kernel_us = plain.bytes_per_ms, plain.latency_us
         bytes_per_ms /= runtime.elementwise_slowdown
 
         def copied_per_ms(kind: CopyKind) -> float:
@@ -97,7 +96,7 @@ class Device:
         to_others = (parallel.expert - 1) / parallel.expert
         waited = _EXPOSED_EXPERTS if runtime.overlap_experts else 1.0
         across = parallel.pipeline > 1 and parallel.world_size > cluster.gpus_per_node
-        products, grouped, attention = _fit_times(rates) if rates else (None, None, None)
+        products, grouped, attention = _fit_times(rates)
         return cls(
             features=unit_vectors(feature_names(model)),
             flops_per_ms=flops_per_ms,
@@ -118,7 +117,7 @@ class Device:
             all_to_all=LinearTime(
                 fixed_ms=waited * experts.fixed_ms, each_ms=waited * experts.each_ms * to_others
             ),
-            kernel_ms=cluster.kernel_us / 1e3 if latency_ms is None else latency_ms,
+            kernel_ms=kernel_us / 1e3,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel,
             element_bytes=element_bytes,
@@ -127,10 +126,6 @@ class Device:
             host_ms=cluster.host_us / 1e3 * runtime.host_slowdown,
             ring_host_ms=across * parallel.tensor * runtime.ring_host_us / 1e3,
         )
-
-    def feature(self, name: str) -> np.ndarray:
-        """Return the unit vector of a feature, [features]."""
-        return self.features[name]
 
     @property
     def sequence_share(self) -> float:
@@ -243,10 +238,6 @@ class Device:
             *self.rings("backward", 2 * times * backward_bytes, 2 * times, launches=times),
         )
 
-    def gather_buffer(self, tensor_bytes: np.ndarray) -> np.ndarray:
-        """Return a tensor's bytes if sequence parallelism gathers it, else 0, [features]."""
-        return self.sequence_parallel * tensor_bytes
-
     def block_exchange(self, block_bytes: np.ndarray) -> Kernels:
         """Return a block's collectives, given the bytes of its unsharded input (or output)."""
         # Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2.
@@ -286,7 +277,7 @@ def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float
     return plain.bytes_per_ms if plain is not None else cluster.memory_gb_per_s * 1e6
 
 
-def _fastest_copy(rates: Rates | None, kind: CopyKind) -> CopyTime | None:
+def _fastest_copy(rates: Rates, kind: CopyKind) -> CopyTime | None:
     """Return the fastest measured copy of a kind, or None if not measured."""
-    copies = [copy for copy in (rates.copies if rates else ()) if copy.kind == kind]
+    copies = [copy for copy in rates.copies if copy.kind == kind]
     return max(copies, key=lambda copy: copy.bytes_per_ms, default=None)

@@ -164,7 +164,7 @@ def encoders_cost(
     # Encoders are replicated or sharded over all ranks, at tensor size 1.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
     alone = source.with_rates(replace(setting, parallel=copies, runtime=OWN_RUNTIME))
-    whole, rates = source.costs(alone), alone.cluster.measured_rates(precision)
+    whole = source.costs(alone)
     link = None if source.profile is None else source.profile.link
     encoders, units, cost = dict[str, EncoderCost](), list[UnitCost](), whole
     towers = {kind.name: kind.tower for kind in unit_kinds(model)}
@@ -188,7 +188,7 @@ def encoders_cost(
         update_ms=trained * cost.rates.optimizer_ms,
         within_node=link or message_line(cluster, 1, precision),
         between_nodes=message_line(cluster, cluster.gpus_per_node + 1, precision),
-        measured=() if rates is None else rates.collectives,
+        measured=alone.cluster.measured_rates(precision).collectives,
         tensor=pass_line(cluster, Group(parallel.tensor), precision),
         peer_bytes=cluster.peer_bytes,
         parallel=parallel,

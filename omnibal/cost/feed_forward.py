@@ -42,11 +42,11 @@ def feed_forward(language: LanguageConfig, kind: LayerKind, device: Device) -> W
 
 def _dense(language: LanguageConfig, device: Device) -> Work:
     """Return a feed-forward: gate (if any) and value in one product, activation, output product."""
-    t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.features["tokens"]
     h, f, gates = language.hidden_size, language.ffn_hidden_size, language.gates
     inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
     part_bytes = block_bytes * device.sequence_share
-    gathered_bytes = device.gather_buffer(block_bytes)
+    gathered_bytes = device.sequence_parallel * block_bytes
     # The gradient of the second product's output is the residual's, unless size or dtype differ.
     own = int(device.sequence_parallel or language.post_norms)
     return Work(
@@ -98,7 +98,7 @@ def _mlp(
 
 def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
     """Return router, dispatch and combine, routed experts, and shared experts."""
-    size, tokens, f = device.element_bytes, device.feature("tokens"), experts.ffn_hidden_size
+    size, tokens, f = device.element_bytes, device.features["tokens"], experts.ffn_hidden_size
     own, number, k = tokens * device.sequence_share, experts.experts, experts.experts_per_token
     held = -(-number // device.expert)  # experts on this device
     rows = own * k * (experts.imbalance if device.expert > 1 else 1.0)
@@ -167,7 +167,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
     all_freed = (*active, "gate and value")
     return Work(
         kernels=tuple(kernels),
-        gathered_bytes=device.gather_buffer(tokens * h * size) * (shared > 0),
+        gathered_bytes=device.sequence_parallel * tokens * h * size * (shared > 0),
         kept=tuple(kept),
         # Sorted rows; gradients of product two, fp32 weights, SwiGLU, product one; unsorted rows.
         # Weight gradients cover all experts of the device.

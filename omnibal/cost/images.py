@@ -14,13 +14,7 @@ import numpy as np
 
 from omnibal.cost.device_rates import Device
 from omnibal.cost.kernels import FP32_BYTES, element_wise, product
-from omnibal.cost.towers import (
-    LAST_OUTPUT,
-    encoder_layer,
-    encoder_projector,
-    moments_bytes,
-    norm_parameters,
-)
+from omnibal.cost.towers import LAST_OUTPUT, encoder_layer, encoder_projector
 from omnibal.cost.work import CountedUnit, Kept, Working, chain_units
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
@@ -34,12 +28,11 @@ _NEIGHBOUR_BYTES = 4 * (2 * _INDEX_BYTES + FP32_BYTES) + 2 * _INDEX_BYTES
 def images_embed(tower: ImagesEncoder, device: Device) -> CountedUnit:
     """Return the costs of patch embedding, interpolated positions and an optional norm."""
     h, size = tower.hidden_size, device.element_bytes
-    rows = device.feature(tower.feature) * tower.positions_per_item
+    rows = device.features[tower.feature] * tower.positions_per_item
     values = tower.values_per_patch
     pixel_bytes, output_bytes = rows * values * size, rows * h * size
     # Bilinear: four weighted neighbours, summed in fp32 (Qwen3-VL's fast_pos_embed).
     wide_bytes = rows * h * FP32_BYTES * (tower.learned_positions > 0)
-    norm = norm_parameters(tower)
     # Gradient of positions in fp32, then of the learned positions.
     learned, working = FP32_BYTES / size * tower.learned_positions * h, list[Working]()
     kept = [Kept("pixels by patch", "", pixel_bytes, for_weights=True)]
@@ -49,7 +42,7 @@ def images_embed(tower: ImagesEncoder, device: Device) -> CountedUnit:
     if tower.embed_norm:
         kept += [
             Kept("norm's input", "", output_bytes),
-            Kept("norm's moments", "norm", moments_bytes(tower, rows)),
+            Kept("norm's moments", "norm", rows * FP32_BYTES * tower.norm_vectors),
         ]
     return CountedUnit(
         kernels=(
@@ -77,7 +70,7 @@ def images_embed(tower: ImagesEncoder, device: Device) -> CountedUnit:
         passing_bytes=rows * values * FP32_BYTES,
         # The class token adds half a head of angles.
         other_parameters=h * (tower.patch_bias + tower.learned_positions)
-        + norm * tower.embed_norm
+        + h * tower.norm_vectors * tower.embed_norm
         + (h + tower.head_width // 2) * tower.class_token,
     )
 
@@ -120,7 +113,7 @@ def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
         # Cells are in window order: permute them back.
         moved_bytes = 2 * unit.output_bytes
         order = Kept(
-            "order of cells", "aten._to_copy", device.feature(tower.feature) * _INDEX_BYTES
+            "order of cells", "aten._to_copy", device.features[tower.feature] * _INDEX_BYTES
         )
         unit = replace(
             unit,
@@ -130,24 +123,24 @@ def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
         )
     if not tower.final_norm:
         return unit
-    rows = device.feature(tower.feature) * tower.positions_per_item
+    rows = device.features[tower.feature] * tower.positions_per_item
     input_bytes = rows * tower.hidden_size * device.element_bytes
     return replace(
         unit,
         kernels=(*unit.kernels, *element_wise(2 * input_bytes, 3 * input_bytes)),
         kept=(
             Kept("input", "", input_bytes),
-            Kept("last norm's moments", "norm", moments_bytes(tower, rows)),
+            Kept("last norm's moments", "norm", rows * FP32_BYTES * tower.norm_vectors),
             *unit.kept,
         ),
-        other_parameters=unit.other_parameters + norm_parameters(tower),
+        other_parameters=unit.other_parameters + tower.hidden_size * tower.norm_vectors,
     )
 
 
 def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
     """Return the costs of average pooling, an RMSNorm and one replicated product (Gemma 3)."""
     size, width, h = device.element_bytes, tower.hidden_size, model.language.hidden_size
-    cells = device.feature(tower.feature)
+    cells = device.features[tower.feature]
     input_bytes = cells * tower.projector_input_size * size
     pooled_bytes, output_bytes = cells * width * size, cells * h * size
     return CountedUnit(
@@ -172,7 +165,7 @@ def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) 
 
 def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> CountedUnit:
     """Return the costs of two replicated products, LayerNorm, GELU and a gated MLP (GLM-4.5V)."""
-    t, size, cells = device.tensor, device.element_bytes, device.feature(tower.feature)
+    t, size, cells = device.tensor, device.element_bytes, device.features[tower.feature]
     wide, h = tower.projector_input_size, model.language.hidden_size
     inner = tower.projector_hidden_size or wide
     input_bytes, output_bytes, inner_bytes = (
@@ -230,6 +223,7 @@ def deepstack_bytes(model: ModelConfig, kind: UnitKind, device: Device) -> np.nd
     # Each feature counts the cells of all towers with deepstack: an upper bound with several.
     towers = [tower for tower in model.encoders.values() if tower.deepstack_features]
     cells = np.sum(
-        [0 * device.feature("fixed"), *(device.feature(tower.feature) for tower in towers)], axis=0
+        [0 * device.features["fixed"], *(device.features[tower.feature] for tower in towers)],
+        axis=0,
     )
     return kind.carried * cells * model.language.hidden_size * device.element_bytes

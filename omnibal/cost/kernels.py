@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -24,11 +25,8 @@ KernelKind = Literal[
 # An input gradient runs if any earlier unit is trained, a weight gradient if its unit is, other
 # backward kernels always; `repeated` is a recomputed forward.
 KernelPass = Literal[ProductPass, "backward", "repeated"]
+_ZERO = partial(np.zeros, ())
 EXCHANGES: tuple[KernelKind, ...] = ("ring", "all_to_all")
-
-
-def _nothing() -> np.ndarray:
-    return np.zeros(())
 
 
 def unit_vectors(features: Sequence[str]) -> dict[str, np.ndarray]:
@@ -42,17 +40,17 @@ class Kernel:
 
     kind: KernelKind
     phase: KernelPass = "forward"
-    rows: np.ndarray = field(default_factory=_nothing)
+    rows: np.ndarray = field(default_factory=_ZERO)
     """Input rows of a product, summed over groups; queries of attention; [features]."""
     inner: float = 0.0
     outer: float = 0.0
     groups: int = 1  # products [inner, outer] in one kernel that share the rows evenly (experts)
-    pairs: np.ndarray = field(default_factory=_nothing)
+    pairs: np.ndarray = field(default_factory=_ZERO)
     """Query-key pairs of attention, [features]; causal attention sees half of the square."""
     heads: float = 0.0
     elements: float = 0.0  # head size of q and k plus that of v
     causal: bool = False
-    bytes: np.ndarray = field(default_factory=_nothing)  # moved or sent by other kinds, [features]
+    bytes: np.ndarray = field(default_factory=_ZERO)  # moved or sent by other kinds, [features]
     dtype: Literal["fp32", "fp8"] | None = None  # of a product if not the job's; casts are kernels
     launches: int = 1
     passes: int = 1  # ring passes of all launches; two in an all-reduce

@@ -29,9 +29,9 @@ _UNFUSED_LOSS_MOVED = (19, 7)
 
 def language_embed(model: ModelConfig, device: Device) -> CountedUnit:
     """Return the word embedding and the insertion of encoder features."""
-    h, size, tokens = model.language.hidden_size, device.element_bytes, device.feature("tokens")
+    h, size, tokens = model.language.hidden_size, device.element_bytes, device.features["tokens"]
     item_tokens = [
-        device.feature(tower.feature) * tower.tokens_per_item for tower in model.encoders.values()
+        device.features[tower.feature] * tower.tokens_per_item for tower in model.encoders.values()
     ]
     encoded_bytes = np.sum([0 * tokens, *item_tokens], axis=0) * h * size
     text_bytes = tokens * h * size
@@ -62,7 +62,7 @@ def language_embed(model: ModelConfig, device: Device) -> CountedUnit:
 
 def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) -> CountedUnit:
     """Return a language layer: norms, attention and feed-forward of a kind."""
-    size, whole, tokens = device.element_bytes, device.sequence_share, device.feature("tokens")
+    size, whole, tokens = device.element_bytes, device.sequence_share, device.features["tokens"]
     h, post_norms = language.hidden_size, 2 if language.post_norms else 0
     first = attention_block(language, kind, device)
     second = feed_forward(language, kind, device)
@@ -162,7 +162,7 @@ def head(language: LanguageConfig, device: Device) -> CountedUnit:
 
 def _join_embeddings(language: LanguageConfig, device: Device) -> CountedUnit:
     """Return the projection of concatenated embeddings of next tokens and hidden states."""
-    t, size, tokens = device.tensor, device.element_bytes, device.feature("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.features["tokens"]
     h, sequence = language.hidden_size, device.sequence_parallel
     own = tokens * device.sequence_share
     hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
@@ -187,7 +187,7 @@ def _join_embeddings(language: LanguageConfig, device: Device) -> CountedUnit:
             Kept("normed", "norm", 2 * (hidden_bytes + moments_bytes)),
             Kept("joined", "cat", 2 * hidden_bytes, for_weights=True),
         ),
-        gathered_bytes=device.gather_buffer(2 * block_bytes),
+        gathered_bytes=device.sequence_parallel * 2 * block_bytes,
         boundary_bytes=hidden_bytes,
         output_bytes=hidden_bytes,
         working=(
@@ -207,7 +207,7 @@ def _join_embeddings(language: LanguageConfig, device: Device) -> CountedUnit:
 def _logits(language: LanguageConfig, device: Device) -> CountedUnit:
     """Return the final norm over all tokens, and logits and loss of tokens with loss."""
     h, size = language.hidden_size, device.element_bytes
-    tokens, loss_tokens = device.feature("tokens"), device.feature("loss_tokens")
+    tokens, loss_tokens = device.features["tokens"], device.features["loss_tokens"]
     vocabulary = -(-language.vocab_size // device.tensor)
     if device.pads:
         vocabulary = language.words_of_rank(device.tensor)

@@ -87,11 +87,9 @@ def _quantize_kernel(device: Device, kernel: Kernel) -> Kernel:
     if kernel.kind != "product" or kernel.dtype == "fp32" or kernel.outer <= 1:
         return kernel
     if kernel.inner % FP8_MULTIPLE or kernel.outer % FP8_MULTIPLE:
-        raise UserError(
-            f"precision fp8 needs products with multiples of {FP8_MULTIPLE}, and a layer has one "
-            f"of {kernel.inner:g} to {kernel.outer:g} on each of {device.tensor} tensor-parallel "
-            "ranks: take another --tp, or bf16"
-        )
+        sizes = f"{kernel.inner:g} to {kernel.outer:g} at --tp {device.tensor}"
+        rule = f"precision fp8 needs products with multiples of {FP8_MULTIPLE}"
+        raise UserError(f"{rule}, and a layer has one of {sizes}: take another --tp, or bf16")
     return replace(kernel, dtype="fp8")
 
 

@@ -5,6 +5,8 @@ its ranks in a node in parallel (NCCL builds a ring per adapter), limited by the
 node. A message between two ranks uses one adapter.
 """
 
+from dataclasses import replace
+
 from omnibal.cost.shaped_rates import LinearTime, collective_line
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Group
@@ -30,9 +32,8 @@ def pass_line(
     """
     if group.ranks == 1:
         return LinearTime(fixed_ms=0, each_ms=0)
-    rates = cluster.measured_rates(precision)
-    place = group.place(cluster)
-    measured = collective_line(rates.collectives, group.ranks, place, kind) if rates else None
+    known, place = cluster.measured_rates(precision).collectives, group.place(cluster)
+    measured = collective_line(known, group.ranks, place, kind)
     gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
     if not group.is_within(cluster):
         # NCCL builds a ring per adapter of the group's ranks in a node.
@@ -49,9 +50,8 @@ def message_line(
     cluster: ClusterConfig, consecutive_ranks: int, precision: Precision
 ) -> LinearTime:
     """Return latency and time per byte of a message within a span of `consecutive_ranks`."""
-    rates = cluster.measured_rates(precision)
     place = Group(consecutive_ranks).place(cluster)
-    measured = collective_line(rates.collectives, 2, place, "send") if rates else None
+    measured = collective_line(cluster.measured_rates(precision).collectives, 2, place, "send")
     within_gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
     gb_per_s = within_gb_per_s if place == "node" else _adapter_gb_per_s(cluster)
     return measured or LinearTime(
@@ -78,10 +78,9 @@ def all_to_all_line(
         return LinearTime(fixed_ms=0, each_ms=0)
     if dispatcher == "allgather":
         line = pass_line(cluster, group, precision, "all_gather")
-        return LinearTime(fixed_ms=line.fixed_ms, each_ms=line.each_ms * group.ranks / copies)
-    rates = cluster.measured_rates(precision)
-    places = group.ranks, group.place(cluster)
-    measured = collective_line(rates.collectives, *places, "all_to_all") if rates else None
+        return replace(line, each_ms=line.each_ms * group.ranks / copies)
+    known, place = cluster.measured_rates(precision).collectives, group.place(cluster)
+    measured = collective_line(known, group.ranks, place, "all_to_all")
     if measured is not None:
         return measured
 
@@ -92,10 +91,10 @@ def all_to_all_line(
 
     others, neighbours = group.ranks - 1, max(cluster.gpus_per_node // group.stride, 1)
     within = message_line(cluster, 1, precision)
-    within = LinearTime(fixed_ms=within.fixed_ms, each_ms=within.each_ms * sent_share(group.ranks))
+    within = replace(within, each_ms=within.each_ms * sent_share(group.ranks))
     if group.is_within(cluster):
         return within
-    between = message_line(cluster, group.consecutive, precision)
+    between = message_line(cluster, group.ranks * group.stride, precision)
     within_ms = within.each_ms * (neighbours - 1) / others
     between_ms = between.each_ms * (group.ranks - neighbours) / others
     between_ms *= sent_share(-(-group.ranks // neighbours))
@@ -125,4 +124,4 @@ def hops_ms(cluster: ClusterConfig, group: Group) -> float:
 
 
 def _adapter_gb_per_s(cluster: ClusterConfig) -> float:
-    return cluster.inter_node_gb_per_s * cluster.network_share
+    return cluster.inter_node_gb_per_s * (cluster.network_efficiency or cluster.link_efficiency)

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from omnibal.base.errors import UserError
-from omnibal.base.files import read_json_model, write_json_model
+from omnibal.base.errors import UserError, refuse_if
+from omnibal.base.files import read_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost, count_undivided_unit
 from omnibal.cost.model import CostModel, UnitCost
@@ -47,12 +47,8 @@ _MeasuredMsOrZero = Annotated[float, Field(ge=0, le=_MAX_MS)]
 _ByteCount = Annotated[int, Field(ge=0, le=2**60)]
 
 
-class UnitMeasurement(Frozen):
-    """One unit on one micro-batch, on one device.
-
-    Extra fields are the micro-batch's features, such as `tiles` and `tokens`
-    (`omnibal.model.units.feature_names` except "fixed").
-    """
+class _Measurement(Frozen):
+    """Times of a unit. Extra fields are features of the measured work, such as `tokens`."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, _ByteCount] = Field(init=False)
@@ -60,36 +56,25 @@ class UnitMeasurement(Frozen):
     unit: str  # `UnitKind.measured_name`
     forward_ms: _MeasuredMs
     backward_ms: _MeasuredMs  # backward time without recomputation
-    recompute_ms: _MeasuredMsOrZero | None = None  # added to backward; None if not measured
-    activation_bytes: _ByteCount | None  # kept, with the input; None if not measured
 
     @property
     def features(self) -> dict[str, int]:
-        """Features of the micro-batch, by name."""
+        """Features of the measured work, by name (`omnibal.model.units.feature_names_at`)."""
         return {"fixed": 1} | self.__pydantic_extra__
 
 
-class ShareMeasurement(Frozen):
+class UnitMeasurement(_Measurement):
+    """One unit on one micro-batch, on one device."""
+
+    recompute_ms: _MeasuredMsOrZero | None = None  # added to backward; None if not measured
+    activation_bytes: _ByteCount | None  # kept, with the input; None if not measured
+
+
+class ShareMeasurement(_Measurement):
     """A language layer on a rank's share of a pack, with exchange and waits for other ranks."""
 
-    unit: str
     context: Annotated[int, Field(ge=2, le=MAX_CONTEXT)]  # context-parallel ranks
     exchange: ContextExchange
-    tokens: _ByteCount  # tokens of the share, as are the next two counts
-    squared_tokens: _ByteCount
-    exchanged_tokens: _ByteCount
-    forward_ms: _MeasuredMs
-    backward_ms: _MeasuredMs
-
-    @property
-    def features(self) -> dict[str, int]:
-        """Features of the share, by name."""
-        return {
-            "fixed": 1,
-            "tokens": self.tokens,
-            "squared_tokens": self.squared_tokens,
-            EXCHANGED: self.exchanged_tokens,
-        }
 
 
 class OptimizerMeasurement(Frozen):
@@ -145,7 +130,7 @@ QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 _TIMES: tuple[Quantity, ...] = ("forward_ms", "backward_ms")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FitResidual:
     """Relative error of a fit."""
 
@@ -163,11 +148,6 @@ def model_sha256(model: ModelConfig) -> str:
         described = sizes[name] if name in sizes else sizes["encoders"][name]
         described["layer_scale"] = tower.layer_scale_init is not None
     return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
-
-
-def write_profile(profile: Profile, path: Path) -> None:
-    """Write `profile.json`; equal profiles give equal bytes."""
-    write_json_model(profile, path)
 
 
 def read_profile(path: Path) -> Profile:
@@ -251,12 +231,9 @@ def fit_exchange_ms(
 
 
 def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:
-    """Return the cluster with the profile's rates. Raise UserError if it has none."""
+    """Return the cluster with the profile's rates, if any."""
     if profile.rates is None:
-        raise UserError(
-            f"the profile of {profile.model} on {profile.device} has no rates by shape for "
-            f"{cluster.name}: measure it again with `omnibal profile`"
-        )
+        return cluster
     rates = cluster.rates | {profile.precision: profile.rates}
     return cluster.model_copy(update={"rates": rates, "basis": "measured"})
 
@@ -271,15 +248,8 @@ def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ..
                 continue
             errors = np.abs(fit.features @ fit.coefficients - fit.measured)[positive]
             errors /= fit.measured[positive]
-            residuals.append(
-                FitResidual(
-                    unit=kind.measured_name,
-                    quantity=quantity,
-                    measurements=len(errors),
-                    median_error=float(np.median(errors)),
-                    max_error=float(errors.max()),
-                )
-            )
+            found = len(errors), float(np.median(errors)), float(errors.max())
+            residuals.append(FitResidual(kind.measured_name, quantity, *found))
     return tuple(residuals)
 
 
@@ -287,23 +257,16 @@ def _check_match(
     profile: Profile, model: ModelConfig, parallel: Parallel, precision: Precision
 ) -> None:
     """Raise unless the profile is of the job's model, precision and tensor size."""
-    if profile.model_sha256 != model_sha256(model):
-        raise UserError(
-            f"the profile is of {profile.model}, with other sizes than {model.name}: run `omnibal "
-            "profile` for this model, or plan without --profile"
-        )
-    if precision == "fp8":
-        raise UserError("profiles do not measure fp8: plan without --profile, or in bf16")
-    if profile.precision != precision:
-        raise UserError(
-            f"the profile was measured in {profile.precision} but the plan is for {precision}: "
-            f"profile again in {precision}, or plan in {profile.precision}"
-        )
-    if profile.tensor != parallel.tensor:
-        raise UserError(
-            f"the profile was measured with tensor size {profile.tensor} but the plan has "
-            f"{parallel.tensor}: plan with --tp {profile.tensor} or without --profile"
-        )
+    is_other = profile.model_sha256 != model_sha256(model)
+    message = f"the profile is of {profile.model}, with other sizes than {model.name}"
+    refuse_if(is_other, f"{message}: run `omnibal profile` again, or plan without --profile")
+    message = "profiles do not measure fp8: plan without --profile, or in bf16"
+    refuse_if(precision == "fp8", message)
+    message = f"the profile was measured in {profile.precision} but the plan is for {precision}"
+    refuse_if(profile.precision != precision, f"{message}: change either")
+    message = f"the profile is of tensor size {profile.tensor} but the plan has {parallel.tensor}"
+    remedy = f"plan with --tp {profile.tensor} or without --profile"
+    refuse_if(profile.tensor != parallel.tensor, f"{message}: {remedy}")
 
 
 class _QuantityFit(NamedTuple):
@@ -329,15 +292,11 @@ def _fit_quantities(
     allowed = np.array([name == "fixed" for name in names]) | np.any(sizes, axis=0)
     rows = [row for row in profile.measurements if row.unit == unit]
     if not rows:
-        raise UserError(
-            f"the profile of {profile.model} on {profile.device} has no measurement of {unit}: run "
-            "`omnibal profile` again"
-        )
+        message = f"the profile of {profile.model} has no measurement of {unit}"
+        raise UserError(f"{message}: run `omnibal profile` again")
     if other := [row for row in rows if row.features.keys() != set(names)]:
-        raise UserError(
-            f"the profile of {profile.model} measured {unit} at {', '.join(other[0].features)}, "
-            f"not at {', '.join(names)}: run `omnibal profile` again"
-        )
+        found = f"{', '.join(other[0].features)}, not at {', '.join(names)}"
+        raise UserError(f"the profile measured {unit} at {found}: run `omnibal profile` again")
     fits: dict[Quantity, _QuantityFit] = {}
     for quantity in QUANTITIES:
         points = [

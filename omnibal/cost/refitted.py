@@ -3,7 +3,7 @@
 `omnibal.job.refit` fits the factors to a run's log; `refit.json` stores them with the plan.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Self
@@ -27,10 +27,12 @@ class UnitFactors(Frozen):
 
     def times(self, more: "UnitFactors") -> "UnitFactors":
         """Return the product with other factors."""
-        return UnitFactors(
-            forward=_product(self.forward, more.forward),
-            backward=_product(self.backward, more.backward),
+        sides = (self.forward, more.forward), (self.backward, more.backward)
+        forward, backward = (
+            {name: first.get(name, 1.0) * second.get(name, 1.0) for name in first | second}
+            for first, second in sides
         )
+        return UnitFactors(forward=forward, backward=backward)
 
     def scale_unit(self, unit: UnitCost, features: Collection[str]) -> UnitCost:
         """Return the unit with times, except context and host times, multiplied by the factors."""
@@ -50,11 +52,6 @@ class UnitFactors(Frozen):
         )
 
 
-def _product(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    names = dict.fromkeys([*first, *second])
-    return {name: first.get(name, 1.0) * second.get(name, 1.0) for name in names}
-
-
 class Refit(Frozen):
     """Content of `refit.json`."""
 
@@ -69,17 +66,11 @@ class Refit(Frozen):
 
     def after(self, earlier: Self) -> Self:
         """Return this refit times the earlier refit that it was measured under."""
-        names = dict.fromkeys([*earlier.units, *self.units])
-        none = UnitFactors()
-        return self.model_copy(
-            update={
-                "units": {
-                    name: earlier.units.get(name, none).times(self.units.get(name, none))
-                    for name in names
-                },
-                "update": earlier.update * self.update,
-            }
-        )
+        none, both = UnitFactors(), earlier.units | self.units
+        units = {
+            name: earlier.units.get(name, none).times(self.units.get(name, none)) for name in both
+        }
+        return self.model_copy(update={"units": units, "update": earlier.update * self.update})
 
     def with_slow_stages(self) -> Self:
         """Return the refit with every stage as slow as on its slowest rank."""

@@ -22,7 +22,7 @@ hidden by the last backward if a sharding group fits in a node.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -152,7 +152,7 @@ def _count_exchange(
     """Return the exchange of units `names` in order, with `sent` bytes per gradient element."""
     cluster, parallel, precision = setting.cluster, setting.parallel, setting.precision
     units, kinds = list(cost.units.values()), [kind.name for kind in cost.kinds]
-    rates = cluster.measured_rates(precision)
+    hidden = cluster.measured_rates(precision).hidden
 
     def ring_ms(kind: RingKind, sharded: _ShardedParameters, sent_bytes: np.ndarray) -> np.ndarray:
         line, ranks = pass_line(cluster, sharded.group, precision, kind), sharded.group.ranks
@@ -176,7 +176,7 @@ def _count_exchange(
         gather_back_ms=gather_ms * is_back * (not setting.runtime.keeps_weights),
         hops_ms=hops_ms(cluster, state_group(parallel)),
         reduce_ms=reduce_ms,
-        hidden=1.0 if rates is None or rates.hidden is None else rates.hidden,
+        hidden=1.0 if hidden is None else hidden,
         sequence=tuple(kinds.index(name) for name in names),
         stages=parallel.pipeline,
     )
@@ -288,7 +288,6 @@ def _whole_bytes(
     return peaks
 
 
-def exposed_columns(features: Collection[str]) -> list[int]:
+def exposed_columns(features: Sequence[str]) -> list[int]:
     """Return the column indices of the two exposed features."""
-    names = list(features)
-    return [names.index(name) for name in EXPOSED_MS]
+    return [features.index(name) for name in EXPOSED_MS]

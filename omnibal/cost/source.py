@@ -6,7 +6,7 @@ from pathlib import Path
 from omnibal.base.files import write_json_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.cost.profile import Profile, fit_cost, with_measured_rates, write_profile
+from omnibal.cost.profile import Profile, fit_cost, with_measured_rates
 from omnibal.cost.refitted import Refit
 from omnibal.cost.setting import CostSetting
 
@@ -31,14 +31,14 @@ class CostSource:
 
     def with_rates(self, setting: CostSetting) -> CostSetting:
         """Return the setting with the profile's rates of products and exchange, if any."""
-        if self.profile is None or self.profile.rates is None:
+        if self.profile is None:
             return setting
         return replace(setting, cluster=with_measured_rates(setting.cluster, self.profile))
 
     def save(self, profile: Path, refit: Path) -> None:
         """Write the profile and the refit, if any, to these files."""
         if self.profile is not None:
-            write_profile(self.profile, profile)
+            write_json_model(self.profile, profile)
         if self.refit is not None:
             write_json_model(self.refit, refit)
 

@@ -3,19 +3,11 @@
 Letters: h hidden, f feed-forward, t tensor size, a head width.
 """
 
-import numpy as np
-
 from omnibal.cost.device_rates import Device
 from omnibal.cost.kernels import FP32_BYTES, attention, element_wise, product
 from omnibal.cost.work import FIRST_OUTPUT, SECOND_OUTPUT, CountedUnit, Kept, Working
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import (
-    ClipsEncoder,
-    Encoder,
-    EncoderLayers,
-    ImagesEncoder,
-    TilesEncoder,
-)
+from omnibal.model.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
 from omnibal.model.units import UnitKind
 
 _SECOND_GELU = "into the second GELU"
@@ -26,7 +18,7 @@ _INTO, _OUT_OF = "into the activation", "out of the activation"
 
 def tiles_embed(tower: TilesEncoder, device: Device) -> CountedUnit:
     """Return the embedding of image tiles: convolution to patches, and positions."""
-    items, size = device.feature(tower.feature), device.element_bytes
+    items, size = device.features[tower.feature], device.element_bytes
     patches, patch_values = tower.patches_per_side**2, 3 * tower.patch_size**2
     pixel_bytes = items * patches * patch_values * size
     output_bytes = items * tower.positions_per_item * tower.hidden_size * size
@@ -56,7 +48,7 @@ def tiles_embed(tower: TilesEncoder, device: Device) -> CountedUnit:
 
 def clips_embed(tower: ClipsEncoder, device: Device) -> CountedUnit:
     """Return the embedding of clips: convolutions (width 3, strides 1 and 2), each with GELU."""
-    items = device.feature(tower.feature)
+    items = device.features[tower.feature]
     h, size, taps = tower.hidden_size, device.element_bytes, 3
     input_bytes = items * tower.frames * tower.mel_bins * size
     middle_bytes = items * tower.frames * h * size
@@ -101,13 +93,12 @@ def encoder_layer(
     Images' q and k are rotated, after their norms if any; their feed-forward may have a gate. Heads
     are padded to a multiple of the tensor size (25 become 28 on 4).
     """
-    rows = device.feature(tower.feature) * tower.positions_per_item
+    rows = device.features[tower.feature] * tower.positions_per_item
     pairs, gated, bias, rotates = rows * tower.positions_per_item, False, True, False
     if isinstance(tower, ImagesEncoder):
         gated, bias, rotates = tower.gated, tower.bias, True
-        pairs = device.feature(tower.squares) * tower.positions_per_item**2
+        pairs = device.features[tower.squares] * tower.positions_per_item**2
         if kind.is_windowed:  # windows at an edge count as full
-            assert tower.window_positions is not None
             pairs = rows * tower.window_positions
     t, size = device.tensor, device.element_bytes
     h, f = tower.hidden_size, tower.ffn_hidden_size
@@ -115,10 +106,11 @@ def encoder_layer(
     heads, into, norms = a / tower.head_width / t, 1 + gated, int(tower.qk_norm)
     scaled, norm, by = tower.layer_scale_init is not None, "scaled_add_norm", "self_attention"
     # Norms, layer scales and biases of row-parallel linears are replicated, the rest is divided.
-    whole = 2 * norm_parameters(tower) + 2 * h * bias + 2 * h * scaled
+    whole = 2 * h * (tower.norm_vectors + bias + scaled)
     divided = into * f * bias + 3 * a * tower.qkv_bias + 2 * a * norms
     hidden_bytes, inner_bytes, width_bytes = (rows * width * size for width in (h, f / t, a / t))
-    core_bytes, norm_bytes = width_bytes + rows * FP32_BYTES * heads, moments_bytes(tower, rows)
+    row_bytes = rows * FP32_BYTES
+    core_bytes, norm_bytes = width_bytes + row_bytes * heads, row_bytes * tower.norm_vectors
     # Replicated between the blocks: the first norm; add and norm; add. Divided: q/k norms and
     # rotation (norms over all heads read them again for tensor-parallel sums) and the activation.
     again = norms * (t > 1)
@@ -193,16 +185,6 @@ def encoder_layer(
     )
 
 
-def norm_parameters(tower: EncoderLayers) -> int:
-    """Return the number of parameters of a norm in the tower."""
-    return tower.hidden_size * (1 if tower.normalization == "RMSNorm" else 2)
-
-
-def moments_bytes(tower: EncoderLayers, rows: np.ndarray) -> np.ndarray:
-    """Return the bytes of a norm's saved moments, [features]."""
-    return rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)
-
-
 def encoder_projector(
     tower: Encoder, model: ModelConfig, device: Device, *, is_deepstack: bool = False
 ) -> CountedUnit:
@@ -211,12 +193,12 @@ def encoder_projector(
     The norm is of positions before folding, or of folded tokens for tiles and deepstack (Qwen3-VL).
     Tiles and clips permute positions for folding.
     """
-    t, size, items = device.tensor, device.element_bytes, device.feature(tower.feature)
+    t, size, items = device.tensor, device.element_bytes, device.features[tower.feature]
     wide, h, is_reordered = tower.projector_input_size, model.language.hidden_size, True
     rows, positions = items * tower.tokens_per_item, items * tower.positions_per_item
     inner, input_bytes = h, positions * tower.hidden_size * size
-    norm = norm_parameters(tower) * (tower.positions_per_item if is_deepstack else 1)
-    norm_bytes = moments_bytes(tower, rows if is_deepstack else positions)
+    width, normed = (wide, rows) if is_deepstack else (tower.hidden_size, positions)
+    norm, norm_bytes = width * tower.norm_vectors, normed * FP32_BYTES * tower.norm_vectors
     first, given, made_by, norm_by = LAST_OUTPUT, "stacked positions", "", "norm.norm"
     if isinstance(tower, TilesEncoder):
         norm, norm_bytes = 2 * wide, rows * 2 * FP32_BYTES

@@ -215,12 +215,11 @@ class JobSpec:
 
     def with_exposed(self, features: np.ndarray) -> np.ndarray:
         """Return features [..., F] with host waits and exposed collectives of shards, in ms."""
-        features = host_waits(self.cost, features)
+        features = host_waits(self.cost, features)  # a copy
         if self.exchange is None:
             return features
         columns = exposed_columns(self.cost.features)
         exposed_ms = self.exchange.exposed_ms(features[..., : columns[0]].reshape(-1, columns[0]))
-        features = features.copy()
         features[..., columns] = exposed_ms.reshape(*features.shape[:-1], len(columns))
         return features
 

@@ -13,7 +13,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import refuse_if
+from omnibal.base.files import one_line_error
 from omnibal.base.frozen import Count, Frozen, written_unless
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
@@ -38,17 +39,14 @@ class AdapterConfig(Frozen):
 
     @model_validator(mode="after")
     def _patterns_are_alone(self) -> Self:
-        patterns = [target for target in self.targets if not _MODULE_NAME.fullmatch(target)]
-        if (patterns or self.is_of_all) and len(self.targets) > 1:
-            raise ValueError(
-                f"targets {', '.join(self.targets)}: a regular expression or {ALL_LINEAR} must be "
-                "the only target; join expressions with |"
-            )
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"target {pattern!r} is no regular expression ({error})") from None
+        is_crowded = len(self.targets) > 1 and (self.is_of_all or self.is_pattern)
+        rule = f"a regular expression or {ALL_LINEAR} must be alone; join expressions with |"
+        refuse_if(is_crowded, f"targets {', '.join(self.targets)}: {rule}")
+        try:
+            re.compile(self.targets[0])
+        except re.error as error:
+            message = f"target {self.targets[0]!r} is no regular expression ({error})"
+            raise ValueError(message) from None
         return self
 
     @property
@@ -106,11 +104,7 @@ def adapters_of(
             rank_stabilized=rank_stabilized,
         )
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "adapters"
-        raise UserError(
-            f"{place} of adapters: {first['msg']} (given: {first['input']!r})"
-        ) from error
+        raise one_line_error(error, "adapters", "change it") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +194,10 @@ def adapter_mistake(
     parts = model_parts(model)
     unknown = [part for part in adapters.parts if part not in parts]
     if unknown or len(set(adapters.parts)) < len(adapters.parts):
-        return (
-            f"adapters are of {', '.join(adapters.parts)}, and the parts of {model.name} are "
-            f"{', '.join(parts)}: name some of these, each once"
-        )
-    both = [part for part in adapters.parts if part in frozen]
-    if both:
-        return (
-            f"{', '.join(both)} is frozen and has adapters; adapters freeze their part already: "
-            "do not freeze it too"
-        )
+        named = f"adapters are of {', '.join(adapters.parts)}; name some, each once"
+        return f"{named}: the parts of {model.name} are {', '.join(parts)}"
+    if both := ", ".join(part for part in adapters.parts if part in frozen):
+        return f"{both} is frozen and has adapters, which freeze it already: do not freeze it too"
     return _target_mistake(model, adapters)
 
 
@@ -220,9 +208,8 @@ def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
     can = f"{', '.join(adapters.parts)} of {model.name} has {', '.join(named)} or {ALL_LINEAR}"
     for part in adapters.parts:
         if not any(has_adapters(model, kind, adapters) for kind in kinds if kind.part == part):
-            return (
-                f"adapters' targets {', '.join(adapters.targets)} match no linear of {part}: {can}"
-            )
+            named = ", ".join(adapters.targets)
+            return f"adapters' targets {named} match no linear of {part}: {can}"
     for target in adapters.targets:
         alone = adapters.model_copy(update={"targets": (target,)})
         if not any(has_adapters(model, kind, alone) for kind in kinds):
@@ -234,11 +221,8 @@ def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
             numbers = [number for number in range(tower.layers) if kind.has_layer(number)]
         for piece in _pieces(model, kind):
             if 0 < sum(_is_target(adapters, piece, number) for number in numbers) < len(numbers):
-                return (
-                    f"adapters' target {adapters.targets[0]} takes {piece.name} of some layers and "
-                    "not of others; all layers of a tower have the same adapters: leave the number "
-                    "open"
-                )
+                some = f"{adapters.targets[0]} takes {piece.name} of some layers and not of others"
+                return f"adapters' target {some}: leave the layer's number open"
     return None
 
 
@@ -333,21 +317,16 @@ def _layer_linears(
 def _projector_linears(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
     """Return a projector's linears, () unless it has two."""
     wide, width = tower.projector_input_size, model.language.hidden_size
-    inner, first, second = width, ["mlp1.1"], ["mlp1.3"]
-    at = "model.multi_modal_projector"
-    names = {"linear_1": "linear_1", "linear_2": "linear_2"}
+    inner, stored = width, ("mlp1.1", "mlp1.3")
+    at = "model.multi_modal_projector.linear_"
     if isinstance(tower, ImagesEncoder):
         if tower.projector != "mlp":
             return ()
-        inner, at = tower.projector_hidden_size or wide, "model.visual.merger"
-        first, second = [f"{at}.mlp.0"], [f"{at}.mlp.2"]
-        names = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
+        inner, at = tower.projector_hidden_size or wide, "model.visual.merger.linear_fc"
+        stored = ("model.visual.merger.mlp.0", "model.visual.merger.mlp.2")
     # Indices of nn.Sequential are poor targets, so Transformers' names count for them too.
-    first += [f"{at}.{names['linear_1']}", "projector.linear_1"]
-    second += [f"{at}.{names['linear_2']}", "projector.linear_2"]
-    return (
-        Linear("linear_fc1", (Piece("linear_1", wide, inner, tuple(first)),)),
-        Linear(
-            "linear_fc2", (Piece("linear_2", inner, width, tuple(second)),), divides_inputs=True
-        ),
+    first, second = (
+        Piece(f"linear_{number}", *sizes, (path, f"{at}{number}", f"projector.linear_{number}"))
+        for number, path, sizes in zip((1, 2), stored, ((wide, inner), (inner, width)), strict=True)
     )
+    return Linear("linear_fc1", (first,)), Linear("linear_fc2", (second,), divides_inputs=True)

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import UserError, refuse_if
 from omnibal.base.files import read_toml_model
 from omnibal.base.frozen import Count, Fraction, Frozen, Layers, Rate, Width, written_unless
 from omnibal.model.encoders import (
@@ -30,7 +30,7 @@ from omnibal.model.encoders import (
     TilingConfig,
 )
 from omnibal.model.layer_kinds import LayerKind, LayerRun
-from omnibal.model.rate_tables import Rates, ScaledRates
+from omnibal.model.rate_tables import NO_RATES, Rates, ScaledRates
 
 Precision = Literal["fp32", "bf16", "fp8"]  # fp8: bf16 with FP8 GEMMs in layers (model/fp8.py)
 PlainPrecision = Literal["fp32", "bf16"]  # of measurements
@@ -57,11 +57,9 @@ class RopeScaling(Frozen):
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> "RopeScaling":
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            raise ValueError(
-                f"low_frequency_factor {self.low_frequency_factor} must be below "
-                f"high_frequency_factor {self.high_frequency_factor}"
-            )
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        message = f"low_frequency_factor {low} must be below high_frequency_factor {high}"
+        refuse_if(low >= high, message)
         return self
 
 
@@ -74,11 +72,8 @@ class RopeSections(Frozen):
     time: Width
     rows: Width
     columns: Width
-    interleaved: bool = Field(
-        default=False,
-        description="frequencies of the three alternate, ending with time's (Qwen3-VL), instead of "
-        "following each other",
-    )
+    # frequencies of the three alternate, ending with time's (Qwen3-VL), or follow each other
+    interleaved: bool = False
 
 
 _VOCABULARY_MULTIPLE = 128  # per tensor-parallel rank: Megatron's --make-vocab-size-divisible-by
@@ -91,60 +86,40 @@ class LanguageConfig(Frozen):
     hidden_size: Width
     heads: Width
     kv_heads: Width
-    head_size: Width | None = written_unless(None, "left out: hidden_size / heads")
+    head_size: Width | None = written_unless(None)  # left out: hidden_size / heads
     ffn_hidden_size: Width
     vocab_size: Width
-    activation: Literal["gated", "gelu", "squared_relu"] = written_unless(
-        "gated", "of dense feed-forwards; gated: SwiGLU or GeGLU, which cost the same"
-    )
-    positions: Literal["rotary", "learned", "alibi"] = written_unless(
-        "rotary", "learned (GPT-3): an embedding of max_positions; alibi (MPT): none"
-    )
-    bias: bool = written_unless(False, "biases of all linears but the head (GPT-3, GPT-OSS)")
-    norm_bias: bool = written_unless(False, "biases of the norms (LayerNorm)")
-    sinks: bool = written_unless(False, "a learned logit per head in attention's sum (GPT-OSS)")
+    # of dense feed-forwards; gated: SwiGLU or GeGLU, which cost the same
+    activation: Literal["gated", "gelu", "squared_relu"] = written_unless("gated")
+    # learned (GPT-3): an embedding of max_positions; alibi (MPT): none
+    positions: Literal["rotary", "learned", "alibi"] = written_unless("rotary")
+    bias: bool = written_unless(False)  # biases of all linears but the head (GPT-3, GPT-OSS)
+    norm_bias: bool = written_unless(False)  # biases of the norms (LayerNorm)
+    sinks: bool = written_unless(False)  # a learned logit per head in attention's sum (GPT-OSS)
     qkv_bias: bool = False
-    qk_norm: bool = written_unless(
-        False, "RMSNorm of every head of q and of k, with one weight for all heads (Qwen3)"
-    )
-    output_gate: bool = written_unless(
-        False, "attention's output is gated by a projection of the layer's input (Qwen3.5)"
-    )
-    post_norms: bool = written_unless(False, "a norm after each block too (Gemma 3)")
-    zero_centered_norms: bool = written_unless(
-        False, "weights of norms are stored minus 1 (Qwen3.5)"
-    )
+    # RMSNorm of every head of q and of k, with one weight for all heads (Qwen3)
+    qk_norm: bool = written_unless(False)
+    # attention's output is gated by a projection of the layer's input (Qwen3.5)
+    output_gate: bool = written_unless(False)
+    post_norms: bool = written_unless(False)  # a norm after each block too (Gemma 3)
+    # weights of norms are stored minus 1 (Qwen3.5)
+    zero_centered_norms: bool = written_unless(False)
     norm_eps: PositiveFloat = 1e-5
     rope_base: Annotated[int, Field(ge=1, le=10**15)] = 1_000_000
-    max_positions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        default=None,
-        description="max tokens per sample; left out: unlimited",
-    )
-    rope_factor: PositiveFloat | None = Field(
-        default=None,
-        description="dynamic RoPE scaling beyond max_positions, for exports only: no sample is "
-        "longer",
-    )
-    rope_scaling: RopeScaling | None = Field(
-        default=None, description="Llama 3.1's, at any length; left out: none"
-    )
-    rope_sections: RopeSections | None = written_unless(
-        None, "multimodal RoPE (Qwen2-VL and later); left out: by position in the sample"
-    )
-    tied_head: bool = Field(
-        default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
-    )
-    prediction_layers: Annotated[int, Field(ge=0, le=16)] = written_unless(
-        0, "layers of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)"
-    )
-    prediction_loss: Annotated[float, Field(ge=0, le=1e3)] = written_unless(
-        0.1, "weight of the prediction layers' loss: --mtp-loss-scaling-factor"
-    )
-    runs: tuple[LayerRun, ...] = Field(
-        default=(),
-        description="runs of layer kinds, repeated up to `layers`; left out: full attention and "
-        "dense feed-forward",
-    )
+    # max tokens per sample; left out: unlimited
+    max_positions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    # dynamic RoPE scaling beyond max_positions, for exports only: no sample is longer
+    rope_factor: PositiveFloat | None = None
+    rope_scaling: RopeScaling | None = None  # Llama 3.1's, at any length; left out: none
+    # multimodal RoPE (Qwen2-VL and later); left out: by position in the sample
+    rope_sections: RopeSections | None = written_unless(None)
+    tied_head: bool = False  # the head's matrix is the token embedding (small Qwen2 models)
+    # layers of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)
+    prediction_layers: Annotated[int, Field(ge=0, le=16)] = written_unless(0)
+    # weight of the prediction layers' loss: --mtp-loss-scaling-factor
+    prediction_loss: Annotated[float, Field(ge=0, le=1e3)] = written_unless(0.1)
+    # runs of layer kinds, repeated up to `layers`; left out: full attention, dense feed-forward
+    runs: tuple[LayerRun, ...] = ()
 
     @property
     def head_width(self) -> int:
@@ -167,31 +142,28 @@ class LanguageConfig(Frozen):
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> "LanguageConfig":
-        if self.head_size is None and self.hidden_size % self.heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}, or "
-                "head_size given"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        if self.positions == "learned" and self.max_positions is None:
-            raise ValueError("learned positions need max_positions, their number")
-        if self.activation != "gated" and any(kind.experts for kind in self.kinds):
-            raise ValueError("experts are gated; leave activation out")
-        if self.rope_factor is not None and self.max_positions is None:
-            raise ValueError(f"rope_factor {self.rope_factor} needs max_positions too")
-        if self.rope_factor is not None and self.rope_scaling is not None:
-            raise ValueError("rope_factor and rope_scaling are exclusive; drop one")
+        wide, heads, keys = self.hidden_size, self.heads, self.kv_heads
+        message = f"hidden_size {wide} must be a multiple of heads {heads}, or head_size given"
+        refuse_if(self.head_size is None and wide % heads, message)
+        refuse_if(heads % keys, f"heads {heads} must be a multiple of kv_heads {keys}")
+        has_limit, factor = self.max_positions is not None, self.rope_factor
+        is_learned = self.positions == "learned"
+        refuse_if(
+            is_learned and not has_limit, "learned positions need max_positions, their number"
+        )
+        has_experts = any(kind.experts for kind in self.kinds)
+        is_gated = self.activation == "gated"
+        refuse_if(has_experts and not is_gated, "experts are gated; leave activation out")
+        refuse_if(factor and not has_limit, f"rope_factor {factor} needs max_positions too")
+        both = factor and self.rope_scaling
+        refuse_if(both, "rope_factor and rope_scaling are exclusive; drop one")
         if (rope := self.rope_sections) is not None:
-            counts = (rope.time, rope.rows, rope.columns)
-            if 2 * sum(counts) > self.head_width:
-                raise ValueError(
-                    f"rope_sections {counts} must add up to at most half of a head, "
-                    f"{self.head_width // 2}"
-                )
+            counts, half = (rope.time, rope.rows, rope.columns), self.head_width // 2
+            message = f"rope_sections {counts} must add up to at most half of a head, {half}"
+            refuse_if(sum(counts) > half, message)
         kinds = set(self.kinds)
-        if len({kind.name for kind in kinds}) < len(kinds):  # costs are keyed by name
-            raise ValueError("runs with equally many experts must have equal experts")
+        is_unclear = len({kind.name for kind in kinds}) < len(kinds)  # costs are keyed by name
+        refuse_if(is_unclear, "runs with equally many experts must have equal experts")
         return self
 
     @property
@@ -209,17 +181,13 @@ class ModelConfig(Frozen):
     """
 
     name: str
-    encoders: dict[str, Encoder] = Field(default={}, description="by name, in model order")
+    encoders: dict[str, Encoder] = Field(default={})  # by name, in model order
     language: LanguageConfig
     chat_template: ChatTemplateName = "internlm2-chat"
-    system_message: str | None = Field(
-        default=None,
-        description="for conversations without one; empty: none, left out: the template's",
-    )
-    chat_system_message: str | None = Field(
-        default=None,
-        description="for tools/chat.py; empty: an empty turn, left out: as in training",
-    )
+    # for conversations without one; empty: none, left out: the template's
+    system_message: str | None = None
+    # for tools/chat.py; empty: an empty turn, left out: as in training
+    chat_system_message: str | None = None
 
     _encoders_elsewhere: dict[str, Encoder] = PrivateAttr(default={})
 
@@ -236,11 +204,9 @@ class ModelConfig(Frozen):
     @classmethod
     def _names_are_words(cls, encoders: dict[str, Encoder]) -> dict[str, Encoder]:
         for name in encoders:
-            if not re.fullmatch("[a-z][a-z0-9]*", name) or name in _RESERVED_NAMES:
-                raise ValueError(
-                    f"encoder name {name!r} must be lower-case letters and digits, such as vision, "
-                    f"and none of {', '.join(_RESERVED_NAMES)}"
-                )
+            is_word = re.fullmatch("[a-z][a-z0-9]*", name) and name not in _RESERVED_NAMES
+            rule = f"lower-case letters and digits, not {', '.join(_RESERVED_NAMES)}"
+            refuse_if(not is_word, f"encoder name {name!r} must be {rule}")
         return encoders
 
     @model_validator(mode="before")
@@ -248,16 +214,13 @@ class ModelConfig(Frozen):
     def _from_internvl_form(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not _INTERNVL_KEYS & given.keys():
             return given
-        if "encoders" in given:
-            raise ValueError(
-                "encoders and vision, tiling or downsample_ratio are exclusive; give encoders alone"
-            )
+        message = "encoders and vision, tiling or downsample_ratio are exclusive; drop these"
+        refuse_if("encoders" in given, message)
         others = {name: value for name, value in given.items() if name not in _INTERNVL_KEYS}
         tower = given.get("vision", {})
         if isinstance(tower, TilesEncoder):
             tower = tower.model_dump()
-        if not isinstance(tower, dict):
-            raise ValueError("vision must be a table")
+        refuse_if(not isinstance(tower, dict), "vision must be a table")
         outer = {name: given[name] for name in _OUTER_VISION_KEYS if name in given}
         return others | {"encoders": {"vision": {"kind": "tiles"} | tower | outer}}
 
@@ -369,50 +332,33 @@ class ClusterConfig(Frozen):
     device: str
     memory_gib: Rate
     gpus_per_node: Annotated[int, Field(ge=1, le=1_024)]
-    peak_tflops: dict[Precision, Rate] = Field(description="dense matrix rate by precision")
-    matmul_efficiency: Fraction = Field(description="share of the peak that layers reach")
-    fp8_efficiency: Fraction | None = written_unless(
-        None, "share of the fp8 peak that FP8 GEMMs reach; left out: matmul_efficiency"
-    )
+    peak_tflops: dict[Precision, Rate]  # dense matrix rate by precision
+    matmul_efficiency: Fraction  # share of the peak that layers reach
+    # share of the fp8 peak that FP8 GEMMs reach; left out: matmul_efficiency
+    fp8_efficiency: Fraction | None = written_unless(None)
     memory_gb_per_s: Rate
-    memory_efficiency: Fraction = Field(
-        description="share of memory_gb_per_s that element-wise kernels reach"
-    )
-    kernel_us: Rate = Field(description="fixed device time per kernel")
-    host_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(
-        0.0, "host time to launch a kernel of a layer; left out: not counted"
-    )
+    memory_efficiency: Fraction  # share of memory_gb_per_s that element-wise kernels reach
+    kernel_us: Rate  # fixed device time per kernel
+    # host time to launch a kernel of a layer; left out: not counted
+    host_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(0.0)
     intra_node_gb_per_s: Rate
     inter_node_gb_per_s: Rate
-    link_efficiency: Fraction = Field(description="share of both link rates that transfers reach")
-    network_efficiency: Fraction | None = written_unless(
-        None, "share of inter_node_gb_per_s alone; left out: link_efficiency"
-    )
+    link_efficiency: Fraction  # share of both link rates that transfers reach
+    # share of inter_node_gb_per_s alone; left out: link_efficiency
+    network_efficiency: Fraction | None = written_unless(None)
     link_latency_us: Rate
-    peer_mib: Annotated[float, Field(ge=0, le=1e6)] | None = written_unless(
-        None,
-        "communication buffers per all-to-all peer; left out: NCCL's 384 (32 channels of 12 MiB), "
-        "0 on CPUs",
-    )
-    basis: Literal["measured", "fitted", "assumed"] | None = written_unless(
-        None, "source of most rates; left out: measured with a table of rates, else assumed"
-    )
+    # communication buffers per all-to-all peer; left out: NCCL's 384 (32 channels of 12 MiB),
+    # 0 on CPUs
+    peer_mib: Annotated[float, Field(ge=0, le=1e6)] | None = written_unless(None)
+    # source of most rates; left out: measured with a table of rates, else assumed
+    basis: Literal["measured", "fitted", "assumed"] | None = written_unless(None)
     # Not written if empty: plans are keyed by the hash of the written text.
-    rates: dict[PlainPrecision, Rates] = written_unless(
-        {}, "measured times by shape and precision; they replace the efficiencies"
-    )
-    hop_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(
-        3.0, "latency per ring hop between nodes; the default is fitted on published steps"
-    )
-    accuracy: dict[str, Any] = written_unless({}, "in plans of earlier versions; not read")
-    rates_of: ScaledRates | None = written_unless(
-        None, "cluster whose tables replace missing ones of this cluster"
-    )
-
-    @property
-    def network_share(self) -> float:
-        """Achieved share of the network adapter's rate."""
-        return self.network_efficiency or self.link_efficiency
+    # measured times by shape and precision; they replace the efficiencies
+    rates: dict[PlainPrecision, Rates] = written_unless({})
+    # latency per ring hop between nodes; the default is fitted on published steps
+    hop_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(3.0)
+    # cluster whose tables replace missing ones of this cluster
+    rates_of: ScaledRates | None = written_unless(None)
 
     @property
     def is_cpu(self) -> bool:
@@ -424,19 +370,19 @@ class ClusterConfig(Frozen):
         nccl_mib = 0.0 if self.is_cpu else _NCCL_PEER_MIB
         return (nccl_mib if self.peer_mib is None else self.peer_mib) * 2**20
 
-    def measured_rates(self, precision: Precision) -> Rates | None:
-        """Return measured rates in this precision (fp8: bf16's), or None if absent."""
+    def measured_rates(self, precision: Precision) -> Rates:
+        """Return measured rates in this precision (fp8: bf16's), empty if absent."""
         # Under FP8 they cost the operations that stay in bf16.
-        return self.rates.get("bf16" if precision == "fp8" else precision)
+        return self.rates.get("bf16" if precision == "fp8" else precision, NO_RATES)
 
     def tflops(self, precision: Precision) -> float:
         """Return a device's dense matrix peak in TFLOP/s. Raise UserError if unknown."""
         if precision not in self.peak_tflops:
             known = ", ".join(self.peak_tflops) or "none"
-            raise UserError(
-                f"cluster {self.name}: peak_tflops has no rate for {precision} (it has {known}); "
-                f"add {precision} to peak_tflops, or choose a --precision that it has"
+            message = (
+                f"cluster {self.name}: peak_tflops has no rate for {precision} (it has {known})"
             )
+            raise UserError(f"{message}; add it, or choose another --precision")
         return self.peak_tflops[precision]
 
 
@@ -503,9 +449,6 @@ def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, An
     for table in tables:
         for name in (*without, "tiling"):
             table.pop(name, None)
-    for name in ("runs", "rope_scaling"):  # profiles of earlier versions lack them
-        if not language.get(name):
-            language.pop(name, None)
     return fields
 
 
@@ -516,11 +459,8 @@ def load_cluster(name_or_path: str) -> ClusterConfig:
     if scaled is None:
         return cluster
     other = _load_config("clusters", scaled.cluster, ClusterConfig)
-    if not other.rates:
-        raise UserError(
-            f"cluster {cluster.name}: rates_of names {scaled.cluster}, which has no rates; name a "
-            "cluster with rates, such as b200-180g, or leave rates_of out"
-        )
+    message = f"cluster {cluster.name}: rates_of names {scaled.cluster}, which has no rates"
+    refuse_if(not other.rates, f"{message}; name another, such as b200-180g, or none")
     taken = {
         precision: rates.scale_to_peak(other.tflops(precision), cluster.tflops(precision), scaled)
         for precision, rates in other.rates.items()
@@ -545,9 +485,8 @@ def _load_config(kind: str, name_or_path: str, config_type: type[T]) -> T:
     if not path.is_file():
         near = get_close_matches(name_or_path, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(
-            f"{name_or_path!r} is neither a file nor a preset{hint} (`omnibal presets` lists them)"
-        )
+        message = f"{name_or_path!r} is neither a file nor a preset{hint}"
+        raise UserError(f"{message} (`omnibal presets` lists them)")
     page = "; docs/models.md describes all of a model file" if kind == "models" else ""
     remedy = f"compare with a preset, such as {_PRESETS / kind / names[0]}.toml{page}"
     return read_toml_model(config_type, path, remedy)

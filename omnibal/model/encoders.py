@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from omnibal.base.errors import refuse_if
 from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
 MAX_TILES_OF_IMAGE = 1_000  # all grids up to it are tried for every image size
@@ -26,22 +27,24 @@ class EncoderLayers(Frozen):
     norm_eps: PositiveFloat = 1e-6
     qkv_bias: bool
     qk_norm: bool
-    layer_scale_init: PositiveFloat | None = Field(
-        default=None, description="of the scale that ends each branch; left out: there is none"
-    )
+    # of the scale that ends each branch; left out: there is none
+    layer_scale_init: PositiveFloat | None = None
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "EncoderLayers":
-        if self.hidden_size % self.heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}"
-            )
+        message = f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}"
+        refuse_if(self.hidden_size % self.heads, message)
         return self
 
     @property
     def head_width(self) -> int:
         """Width of one head of q, of k and of v."""
         return self.hidden_size // self.heads
+
+    @property
+    def norm_vectors(self) -> int:
+        """Weight vectors of a norm, and moments that it keeps per row."""
+        return 1 if self.normalization == "RMSNorm" else 2
 
     @property
     def squares(self) -> str | None:
@@ -64,17 +67,13 @@ class TilingConfig(Frozen):
     max_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 12
     use_thumbnail: bool = True
     max_frames_per_video: Count = 32
-    by_processor: bool = written_unless(
-        False, "whether Transformers tiles images: each to max_dynamic_patch, not a sample's all"
-    )
+    # whether Transformers tiles images: each to max_dynamic_patch, not a sample's all
+    by_processor: bool = written_unless(False)
 
     @model_validator(mode="after")
     def _min_is_below_max(self) -> "TilingConfig":
-        if self.min_dynamic_patch > self.max_dynamic_patch:
-            raise ValueError(
-                f"min_dynamic_patch {self.min_dynamic_patch} must not exceed "
-                f"max_dynamic_patch {self.max_dynamic_patch}"
-            )
+        low, high = self.min_dynamic_patch, self.max_dynamic_patch
+        refuse_if(low > high, f"min_dynamic_patch {low} must not exceed max_dynamic_patch {high}")
         return self
 
 
@@ -92,19 +91,13 @@ class TilesEncoder(EncoderLayers):
 
     @model_validator(mode="after")
     def _patches_divide(self) -> "TilesEncoder":
-        if self.image_size % self.patch_size:
-            raise ValueError(
-                f"image_size {self.image_size} must be a multiple of patch_size {self.patch_size}"
-            )
-        if not math.isclose(self.pixel_shuffle_factor * self.downsample_ratio, 1, rel_tol=1e-6):
-            raise ValueError(
-                f"downsample_ratio {self.downsample_ratio} must be 1 / a whole number, such as 0.5"
-            )
-        if self.patches_per_side % self.pixel_shuffle_factor:
-            raise ValueError(
-                f"{self.patches_per_side} patches per side must be a multiple of "
-                f"1 / downsample_ratio = {self.pixel_shuffle_factor}"
-            )
+        image, patch, ratio = self.image_size, self.patch_size, self.downsample_ratio
+        refuse_if(image % patch, f"image_size {image} must be a multiple of patch_size {patch}")
+        is_whole = math.isclose(self.pixel_shuffle_factor * ratio, 1, rel_tol=1e-6)
+        refuse_if(not is_whole, f"downsample_ratio {ratio} must be 1 / a whole number, such as 0.5")
+        side, factor = self.patches_per_side, self.pixel_shuffle_factor
+        message = f"{side} patches per side must be a multiple of 1 / downsample_ratio = {factor}"
+        refuse_if(side % factor, message)
         return self
 
     @property
@@ -149,19 +142,20 @@ class ClipsEncoder(EncoderLayers):
     kind: Literal["clips"] = "clips"
     frames: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 3_000
     mel_bins: Annotated[int, Field(ge=1, le=4_096)] = 128
-    positions_per_token: Annotated[int, Field(ge=1, le=4_096)] = Field(
-        default=2, description="neighbouring positions that become one token of the language model"
-    )
+    # neighbouring positions that become one token of the language model
+    positions_per_token: Annotated[int, Field(ge=1, le=4_096)] = 2
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> "ClipsEncoder":
-        if self.hidden_size % 2 or self.hidden_size < 4:  # half sines, half cosines
-            raise ValueError(f"hidden_size {self.hidden_size} must be even and at least 4")
-        if self.positions_per_item % self.positions_per_token:
-            raise ValueError(
-                f"frames / 2 = {self.positions_per_item} must be a multiple of positions_per_token "
-                f"{self.positions_per_token}"
-            )
+        size, places, per_token = (
+            self.hidden_size,
+            self.positions_per_item,
+            self.positions_per_token,
+        )
+        # half sines, half cosines
+        refuse_if(size % 2 or size < 4, f"hidden_size {size} must be even and at least 4")
+        message = f"frames / 2 = {places} must be a multiple of positions_per_token {per_token}"
+        refuse_if(places % per_token, message)
         return self
 
     @property
@@ -189,7 +183,7 @@ class ImageText(Frozen):
     """Text of an image or video in a conversation: a placeholder per token, text around them."""
 
     before: str = "<|vision_start|>"
-    each: str = Field(default="<|image_pad|>", min_length=1, description="of every token")
+    each: str = Field(default="<|image_pad|>", min_length=1)  # of every token
     after: str = "<|vision_end|>"
 
     @property
@@ -201,33 +195,23 @@ class ImageText(Frozen):
 class VideoConfig(Frozen):
     """Video sampling: number and size of frames, and the text between them."""
 
-    frames_per_second: PositiveFloat = Field(
-        default=2.0, description="sampling rate, and rate of the frames in a folder"
-    )
+    frames_per_second: PositiveFloat = 2.0  # sampling rate, and rate of the frames in a folder
     max_frames: Count = 768
-    min_frames: Count = written_unless(4, "sampled from a video file, if it has as many")
-    sampling: Literal["steps", "ends"] = written_unless(
-        "steps",
-        "sampling of a file's frames: steps: equal steps from the first, whole patches "
-        "(Qwen2-VL); ends: evenly, with the first and the last (Qwen3-VL)",
-    )
+    min_frames: Count = written_unless(4)  # sampled from a video file, if it has as many
+    # of a file's frames: steps: equal steps from the first, whole patches (Qwen2-VL); ends:
+    # evenly, with the first and the last (Qwen3-VL)
+    sampling: Literal["steps", "ends"] = written_unless("steps")
     min_pixels: Count = 128 * 28 * 28
     max_pixels: Count = 768 * 28 * 28
-    counts_frames: bool = Field(
-        default=False,
-        description="pixel limits are for all frames together (Qwen3-VL, GLM-4.5V), or per frame",
-    )
+    # pixel limits are for all frames together (Qwen3-VL, GLM-4.5V), or per frame
+    counts_frames: bool = False
     text: ImageText = ImageText(each="<|video_pad|>")
-    times: Literal["none", "before", "after"] = Field(
-        default="none",
-        description="none: all tokens within one text; before: one text for the frames of every "
-        "patch, after their time such as <1.5 seconds> (Qwen3-VL); after: the time in whole "
-        "seconds behind it (GLM-4.5V)",
-    )
-    positions_per_second: PositiveFloat | None = written_unless(
-        None, "RoPE time positions per second (Qwen2.5-VL); left out: one per patch of frames"
-    )
-    around: tuple[str, str] = Field(default=("", ""), description="text before and after a video")
+    # none: all tokens within one text; before: one text for the frames of every patch, after their
+    # time such as <1.5 seconds> (Qwen3-VL); after: the time in whole seconds behind it (GLM-4.5V)
+    times: Literal["none", "before", "after"] = "none"
+    # RoPE time positions per second (Qwen2.5-VL); left out: one per patch of frames
+    positions_per_second: PositiveFloat | None = written_unless(None)
+    around: tuple[str, str] = ("", "")  # text before and after a video
 
 
 class ImageRule(Frozen):
@@ -235,37 +219,24 @@ class ImageRule(Frozen):
 
     patch_size: Annotated[int, Field(ge=1, le=65_536)]
     merge_size: Annotated[int, Field(ge=1, le=256)] = 2
-    frames_per_patch: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=1, description="consecutive video frames in a patch; an image is repeated"
-    )
+    # consecutive video frames in a patch; an image is repeated
+    frames_per_patch: Annotated[int, Field(ge=1, le=256)] = 1
     min_pixels: Count = 56 * 56
     max_pixels: Count = 28 * 28 * 1280
-    resize: Literal["smart", "repeated", "fixed", "padded"] = Field(
-        default="smart",
-        description="smart: to whole cells, area within min_pixels and max_pixels (Qwen2-VL); "
-        "repeated: the same, of an image whose pixels count for each of frames_per_patch "
-        "(GLM-4.5V); fixed: to a square of max_pixels (Gemma 3); padded: shrunk to max_pixels and "
-        "padded to whole cells (Kimi-VL)",
-    )
-    max_side_pixels: Count | None = Field(
-        default=None, description="max side of a padded image (Kimi-K2.5)"
-    )
+    # smart: to whole cells, area within min_pixels and max_pixels (Qwen2-VL); repeated: same, of
+    # an image whose pixels count for each of frames_per_patch (GLM-4.5V); fixed: to a square of
+    # max_pixels (Gemma 3); padded: shrunk to max_pixels and padded to whole cells (Kimi-VL)
+    resize: Literal["smart", "repeated", "fixed", "padded"] = "smart"
+    max_side_pixels: Count | None = None  # max side of a padded image (Kimi-K2.5)
     image_text: ImageText = ImageText()
-    video: VideoConfig | None = Field(
-        default=None, description="left out: frames of a video are images"
-    )
+    video: VideoConfig | None = None  # left out: frames of a video are images
 
     @model_validator(mode="after")
     def _images_have_whole_cells(self) -> Self:
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(
-                f"min_pixels {self.min_pixels} must not exceed max_pixels {self.max_pixels}"
-            )
-        if self.resize == "fixed" and self.tokens_of_fixed_image is None:
-            raise ValueError(
-                f"with resize fixed, max_pixels {self.max_pixels} must be a square of cells of "
-                f"{self.cell_pixels} pixels"
-            )
+        low, high, cell = self.min_pixels, self.max_pixels, self.cell_pixels
+        refuse_if(low > high, f"min_pixels {low} must not exceed max_pixels {high}")
+        is_cut = self.resize == "fixed" and self.tokens_of_fixed_image is None
+        refuse_if(is_cut, f"resize fixed: max_pixels {high} must be a square of {cell}-pixel cells")
         return self
 
     @property
@@ -291,70 +262,49 @@ class ImagesEncoder(EncoderLayers, ImageRule):
     of_images: ClassVar[bool] = True
 
     kind: Literal["images"] = "images"
-    head_size: Width | None = Field(default=None, description="left out: hidden_size / heads")
-    gated: bool = Field(default=False, description="SwiGLU feed-forwards")
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = written_unless(
-        "gelu",
-        "of ungated feed-forwards: GELU by erf, by tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)",
-    )
+    head_size: Width | None = None  # left out: hidden_size / heads
+    gated: bool = False  # SwiGLU feed-forwards
+    # of ungated feed-forwards: GELU by erf, by tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = written_unless("gelu")
     # value = (colour x pixel_scale - pixel_mean) / pixel_std, with colours from 0 to 255
-    pixel_mean: tuple[float, float, float] = written_unless(
-        (0.5, 0.5, 0.5), "of red, green and blue, scaled by pixel_scale"
-    )
-    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = written_unless(
-        (0.5, 0.5, 0.5), "divides red, green and blue"
-    )
-    pixel_scale: PositiveFloat = written_unless(1 / 255, "factor of colours from 0 to 255")
-    bias: bool = Field(default=True, description="of layers' linears except q, k and v")
-    patch_bias: bool = Field(default=True, description="of the patch embedding")
-    class_token: bool = Field(
-        default=False,
-        description="an additional position per image with its own embedding and rotation "
-        "(LLaVA-OneVision-1.5); costs leave it out, as it is one of thousands",
-    )
-    embed_norm: bool = Field(default=False, description="a norm before the first layer")
-    final_norm: bool = Field(
-        default=False, description="a norm after the last layer, before the projector's"
-    )
-    learned_positions: Annotated[int, Field(ge=0, le=2**24)] = Field(
-        default=0, description="number of learned embeddings, interpolated to images; 0: RoPE only"
-    )
-    window_pixels: Count | None = Field(
-        default=None, description="side of an attention window; left out: all layers attend fully"
-    )
-    full_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(), description="layers with full attention despite window_pixels"
-    )
-    deepstack_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(),
-        description="layers with a deepstack projector; the i-th feeds language layer i (Qwen3-VL)",
-    )
-    projector: Literal["mlp", "pooled", "gated"] = Field(
-        default="mlp",
-        description="mlp: norm, folding of cells, two linears; pooled: average of cells, norm, one "
-        "linear without bias (Gemma 3); gated: a linear that folds cells, another, norm and gated "
-        "MLP, with the first bias only (GLM-4.5V)",
-    )
-    projector_hidden_size: Width | None = Field(
-        default=None, description="inside the projector; left out: the width of a folded cell"
-    )
+    # of red, green and blue, scaled by pixel_scale
+    pixel_mean: tuple[float, float, float] = written_unless((0.5, 0.5, 0.5))
+    # divides red, green and blue
+    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = written_unless((0.5, 0.5, 0.5))
+    pixel_scale: PositiveFloat = written_unless(1 / 255)  # factor of colours from 0 to 255
+    bias: bool = True  # of layers' linears except q, k and v
+    patch_bias: bool = True  # of the patch embedding
+    # an additional position per image with its own embedding and rotation
+    # (LLaVA-OneVision-1.5); costs leave it out, as it is one of thousands
+    class_token: bool = False
+    embed_norm: bool = False  # a norm before the first layer
+    final_norm: bool = False  # a norm after the last layer, before the projector's
+    # number of learned embeddings, interpolated to images; 0: RoPE only
+    learned_positions: Annotated[int, Field(ge=0, le=2**24)] = 0
+    # side of an attention window; left out: all layers attend fully
+    window_pixels: Count | None = None
+    # layers with full attention despite window_pixels
+    full_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    # layers with a deepstack projector; the i-th feeds language layer i (Qwen3-VL)
+    deepstack_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    # mlp: norm, folding of cells, two linears; pooled: average of cells, norm, one linear
+    # without bias (Gemma 3); gated: a linear that folds cells, another, norm and gated MLP,
+    # with the first bias only (GLM-4.5V)
+    projector: Literal["mlp", "pooled", "gated"] = "mlp"
+    # inside the projector; left out: the width of a folded cell
+    projector_hidden_size: Width | None = None
 
     @model_validator(mode="after")
     def _layers_and_windows_fit(self) -> "ImagesEncoder":
-        for name, layers in (
-            ("full_layers", self.full_layers),
-            ("deepstack_layers", self.deepstack_layers),
-        ):
-            if any(layer >= self.layers for layer in layers) or sorted(set(layers)) != [*layers]:
-                raise ValueError(
-                    f"{name} {layers} must be different layers below {self.layers}, in order"
-                )
-        if self.full_layers and self.window_pixels is None:
-            raise ValueError("full_layers need window_pixels")
-        if self.window_pixels is not None and self.window_pixels < self.cell_pixels:
-            raise ValueError(
-                f"window_pixels {self.window_pixels} must hold a cell of {self.cell_pixels}"
-            )
+        numbers, pixels = range(self.layers), self.window_pixels
+        for name in ("full_layers", "deepstack_layers"):
+            layers = getattr(self, name)
+            is_wrong = [number for number in numbers if number in layers] != [*layers]
+            message = f"{name} {layers} must be different layers below {self.layers}, in order"
+            refuse_if(is_wrong, message)
+        refuse_if(self.full_layers and pixels is None, "full_layers need window_pixels")
+        is_small = pixels is not None and pixels < self.cell_pixels
+        refuse_if(is_small, f"window_pixels {pixels} must hold a cell of {self.cell_pixels}")
         return self
 
     @property
@@ -363,10 +313,9 @@ class ImagesEncoder(EncoderLayers, ImageRule):
         return ImageRule.model_validate(self.model_dump(include=set(ImageRule.model_fields)))
 
     @property
-    def window_positions(self) -> int | None:
-        """Positions of a full window, or None without windows."""
-        if self.window_pixels is None:
-            return None
+    def window_positions(self) -> int:
+        """Positions of a full window. Only with windows."""
+        assert self.window_pixels is not None
         return (self.window_pixels // self.cell_pixels * self.merge_size) ** 2
 
     def is_windowed(self, layer: int) -> bool:

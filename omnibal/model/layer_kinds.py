@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from omnibal.base.errors import refuse_if
 from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
 MAX_IMBALANCE = 1e3  # of experts; more is a typo
@@ -15,50 +16,39 @@ class ExpertsConfig(Frozen):
 
     experts: Annotated[int, Field(ge=2, le=2**16)]
     experts_per_token: Count
-    ffn_hidden_size: Width = Field(description="of one expert")
-    shared_ffn_hidden_size: Width | None = Field(
-        default=None, description="of the shared expert of all tokens; left out: none"
-    )
-    shared_gate: bool = written_unless(
-        False, "a learned gate scales the shared expert's output per token"
-    )
-    selection_bias: bool = written_unless(
-        False, "a bias per expert counts in the top-k choice only (DeepSeek-V3)"
-    )
-    score: Literal["softmax", "sigmoid"] = written_unless("softmax", "of the router's logits")
-    normalized: bool = written_unless(True, "the weights of a token's experts sum to 1")
-    weight_factor: PositiveFloat = written_unless(1.0, "scales the weights of routed experts")
-    auxiliary_loss: Annotated[float, Field(ge=0, le=1e3)] = written_unless(
-        0.0,
-        "--moe-aux-loss-coeff of every layer, whose loss is 1 for balanced experts. Transformers' "
-        "router_aux_loss_coef is this x layers with experts / experts_per_token",
-    )
-    imbalance: Annotated[float, Field(ge=1, le=MAX_IMBALANCE)] = written_unless(
-        1.2,
-        "max / mean tokens of expert-parallel ranks that time and memory are planned for",
-    )
+    ffn_hidden_size: Width  # of one expert
+    # of the shared expert of all tokens; left out: none
+    shared_ffn_hidden_size: Width | None = None
+    # a learned gate scales the shared expert's output per token
+    shared_gate: bool = written_unless(False)
+    # a bias per expert counts in the top-k choice only (DeepSeek-V3)
+    selection_bias: bool = written_unless(False)
+    score: Literal["softmax", "sigmoid"] = written_unless("softmax")  # of the router's logits
+    normalized: bool = written_unless(True)  # the weights of a token's experts sum to 1
+    weight_factor: PositiveFloat = written_unless(1.0)  # scales the weights of routed experts
+    # --moe-aux-loss-coeff of every layer, whose loss is 1 for balanced experts. Transformers'
+    # router_aux_loss_coef is this x layers with experts / experts_per_token
+    auxiliary_loss: Annotated[float, Field(ge=0, le=1e3)] = written_unless(0.0)
+    # max / mean tokens of expert-parallel ranks that time and memory are planned for
+    imbalance: Annotated[float, Field(ge=1, le=MAX_IMBALANCE)] = written_unless(1.2)
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> "ExpertsConfig":
-        if self.experts_per_token > self.experts:
-            raise ValueError(
-                f"experts_per_token {self.experts_per_token} must not exceed experts {self.experts}"
-            )
-        if self.shared_gate and self.shared_ffn_hidden_size is None:
-            raise ValueError("shared_gate needs shared_ffn_hidden_size")
+        k, number = self.experts_per_token, self.experts
+        refuse_if(k > number, f"experts_per_token {k} must not exceed experts {number}")
+        has_shared = self.shared_ffn_hidden_size is not None
+        refuse_if(self.shared_gate and not has_shared, "shared_gate needs shared_ffn_hidden_size")
         return self
 
 
 class LatentAttention(Frozen):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1); `kv_heads` is unused."""
 
-    query_rank: Width | None = Field(
-        default=None, description="q_lora_rank; left out: q has one projection"
-    )
-    key_value_rank: Width = Field(description="kv_lora_rank")
-    head_size: Width = Field(description="qk_nope_head_dim")
-    rotary_head_size: Width = Field(description="qk_rope_head_dim; all heads share this key")
-    value_head_size: Width = Field(description="v_head_dim")
+    query_rank: Width | None = None  # q_lora_rank; left out: q has one projection
+    key_value_rank: Width  # kv_lora_rank
+    head_size: Width  # qk_nope_head_dim
+    rotary_head_size: Width  # qk_rope_head_dim; all heads share this key
+    value_head_size: Width  # v_head_dim
 
 
 class LinearAttention(Frozen):
@@ -75,29 +65,24 @@ class LinearAttention(Frozen):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "LinearAttention":
-        if self.value_heads % self.key_heads:
-            raise ValueError(
-                f"value_heads {self.value_heads} must be a multiple of key_heads {self.key_heads}"
-            )
+        values, keys = self.value_heads, self.key_heads
+        refuse_if(values % keys, f"value_heads {values} must be a multiple of key_heads {keys}")
         return self
 
 
 class LayerKind(Frozen):
     """Attention and feed-forward of a language layer."""
 
-    window: Count | None = Field(
-        default=None, description="sliding window in tokens; left out: full attention"
-    )
-    latent: LatentAttention | None = written_unless(None, "left out: grouped-query attention")
-    linear: LinearAttention | None = written_unless(None, "left out: softmax attention")
-    experts: ExpertsConfig | None = Field(default=None, description="left out: dense feed-forward")
+    window: Count | None = None  # sliding window in tokens; left out: full attention
+    latent: LatentAttention | None = written_unless(None)  # left out: grouped-query attention
+    linear: LinearAttention | None = written_unless(None)  # left out: softmax attention
+    experts: ExpertsConfig | None = None  # left out: dense feed-forward
 
     @model_validator(mode="after")
     def _has_one_attention(self) -> "LayerKind":
         fields = {"window": self.window, "latent": self.latent, "linear": self.linear}
-        given = [name for name, value in fields.items() if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are exclusive kinds of attention; drop one")
+        given = " and ".join(name for name, value in fields.items() if value)
+        refuse_if(" " in given, f"{given} are exclusive kinds of attention; drop one")
         return self
 
     @property

@@ -76,16 +76,10 @@ def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> st
     """Return why attention, its heads or lockstep ranks rule out a level, or None."""
     lockstep_ranks = parallel.lockstep_ranks
     if level.context % lockstep_ranks and lockstep_ranks % level.context:
-        return (
-            f"context size {level.context} and the {lockstep_ranks} lockstep ranks of "
-            f"{parallel.options}, which share experts or shard weights, must divide one another: "
-            "take another context size, --ep or --sharding"
-        )
+        ranks = f"the {lockstep_ranks} lockstep ranks of {parallel.options}"
+        return f"context size {level.context} and {ranks} must divide one another: change either"
     if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
-        return (
-            f"{model.name} has linear attention, which context size {level.context} does not "
-            "support: use levels of context size 1"
-        )
+        return f"{model.name} has linear attention: use levels of context size 1"
     # Latent attention has a key and value for every head.
     language, is_latent = model.language, any(kind.latent for kind in model.language.kinds)
     all_heads = language.heads if is_latent else language.kv_heads
@@ -93,8 +87,6 @@ def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> st
     is_gather = level.exchange is ContextExchange.GATHER
     if is_gather or level.context == 1 or (not remainder and heads % level.context == 0):
         return None
-    return (
-        f"context size {level.context} with exchange of heads needs a number of key-value heads "
-        f"per tensor-parallel rank that it divides, and {model.name} has {all_heads} "
-        f"over {parallel.tensor}; exchange by gather, or take a smaller context size"
-    )
+    rule = f"context size {level.context} with exchange of heads must divide the key-value heads"
+    has = f"{model.name} has {all_heads} over {parallel.tensor}"
+    return f"{rule} of a tensor-parallel rank, and {has}; exchange by gather, or lower it"

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import ConfigDict, Field, RootModel, field_validator
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import refuse_if
 from omnibal.base.frozen import Count
 from omnibal.model.config import ClusterConfig
 
@@ -41,8 +41,7 @@ class Caps(RootModel[dict[_Key, Count]]):
     @classmethod
     def _in_order(cls, root: dict[str, int]) -> dict[str, int]:
         given = {key.removeprefix("max_"): cap for key, cap in root.items()}
-        if _TOKENS not in given:
-            raise ValueError("tokens must be limited: give max_tokens")
+        refuse_if(_TOKENS not in given, "tokens must be limited: give max_tokens")
         return {f"max_{name}": given[name] for name in in_canonical_order(given)}
 
     @classmethod
@@ -110,20 +109,16 @@ def check_limits(
     needed = in_canonical_order([*items, _TOKENS])
     optional = in_canonical_order({*others, _LOSS_TOKENS} - {*needed})
     unknown = [name for name in names if name not in (*needed, *optional)]
-    if unknown:
-        given = words([option_of(name) for name in unknown])
-        raise UserError(
-            f"a limit is given for {words(unknown)}, which {whose} cannot have; leave out {given}: "
-            f"the limits are {words([_option_with_value(name, 'MAX') for name in needed])}, and "
-            f"{words([_option_with_value(name, 'MAX') for name in optional], 'or')} if wanted"
-        )
+    given = f"{whose} cannot have {words(unknown)}: leave out {words([*map(option_of, unknown)])}"
+    limits = f"{_options(needed)}, and {_options(optional, 'or')} if wanted"
+    refuse_if(unknown, f"{given}: the limits are {limits}")
     missing = [name for name in needed if name not in names]
-    if missing:
-        options = words([_option_with_value(name, "MAX") for name in missing])
-        raise UserError(
-            f"{words(needed)} of {whose} must be limited, and {words(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not; give {options}"
-        )
+    message = f"{words(needed)} of {whose} must be limited; give {_options(missing)} too"
+    refuse_if(missing, message)
+
+
+def _options(names: Iterable[str], before_last: str = "and") -> str:
+    return words([_option_with_value(name, "MAX") for name in names], before_last)
 
 
 def words(parts: Sequence[str], before_last: str = "and") -> str:
@@ -138,9 +133,6 @@ def memory_cap_gib(cluster: ClusterConfig) -> float:
 
 def check_packs_per_step(data_parallel: int, micro_batches: int) -> None:
     """Raise UserError if a step has more than `MAX_PACKS_PER_STEP` packs."""
-    count = data_parallel * micro_batches
-    if count > MAX_PACKS_PER_STEP:
-        raise UserError(
-            f"{data_parallel:,} ranks x {micro_batches:,} micro-batches are {count:,} packs per "
-            f"step; give at most {MAX_PACKS_PER_STEP:,}"
-        )
+    is_large = data_parallel * micro_batches > MAX_PACKS_PER_STEP
+    sizes = f"{data_parallel:,} ranks x {micro_batches:,} micro-batches"
+    refuse_if(is_large, f"{sizes}: give at most {MAX_PACKS_PER_STEP:,} packs per step")

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import UserError, refuse_if
+from omnibal.base.files import one_line_error
 from omnibal.base.frozen import Frozen, written_unless
 from omnibal.model.config import ClusterConfig, ModelConfig
 from omnibal.model.rate_tables import Place
@@ -40,29 +41,17 @@ class Parallel(Frozen):
 
     @model_validator(mode="after")
     def _sizes_fit_together(self) -> "Parallel":
-        if self.sequence_parallel and self.tensor == 1:
-            raise ValueError("sequence_parallel needs a tensor size of at least 2")
-        if self.tensor * self.data % self.expert:
-            raise ValueError(
-                f"expert size {self.expert} must divide the {self.tensor * self.data} ranks of a "
-                f"stage, tensor {self.tensor} x data {self.data}"
-            )
-        if self.expert % self.tensor and self.tensor % self.expert:
-            raise ValueError(
-                f"expert size {self.expert} must divide tensor size {self.tensor} or be a multiple "
-                "of it"
-            )
-        if self.data % self.sharded:
-            raise ValueError(
-                f"sharded {self.sharded}, the ranks of a shard group, must divide data {self.data}"
-            )
+        tensor, data, expert, sharded = self.tensor, self.data, self.expert, self.sharded
+        routing, ranks = self.routing_ranks, f"tensor {tensor} x data {data} ranks of a stage"
+        refuse_if(self.sequence_parallel and tensor == 1, "sequence_parallel needs tensor >= 2")
+        refuse_if(tensor * data % expert, f"expert size {expert} must divide the {ranks}")
+        message = f"expert size {expert} must divide tensor size {tensor} or be a multiple of it"
+        refuse_if(expert % tensor and tensor % expert, message)
+        shards = f"sharded {sharded}, the ranks of a shard group,"
+        refuse_if(data % sharded, f"{shards} must divide data {data}")
         # Expert-parallel and shard groups run in lockstep, so either must hold the other.
-        if self.sharded % self.routing_ranks and self.routing_ranks % self.sharded:
-            raise ValueError(
-                f"sharded {self.sharded}, the ranks of a shard group, must divide the "
-                f"{self.routing_ranks} data-parallel ranks of an expert-parallel group (expert "
-                f"{self.expert}, tensor {self.tensor}), or be a multiple of them"
-            )
+        message = f"{shards} must divide the {routing} data-parallel ranks that share experts"
+        refuse_if(sharded % routing and routing % sharded, f"{message}, or be a multiple of them")
         return self
 
     @property
@@ -98,7 +87,7 @@ class Parallel(Frozen):
         try:
             return Parallel.model_validate({**dict(self), **sizes})
         except ValidationError as error:
-            raise UserError(error.errors()[0]["msg"]) from error
+            raise one_line_error(error, "parallel sizes", "give others") from error
 
     def with_sharding(self, sharding: WeightSharding, cluster: ClusterConfig) -> "Parallel | None":
         """Return the parallel sizes with another sharding, or None if the sizes rule it out."""
@@ -127,19 +116,13 @@ class Parallel(Frozen):
         """Parameters per gradient bucket, by Megatron-core's rule."""
         return max(_MIN_BUCKET, _BUCKET_PER_RANK * self.data)
 
-    def __str__(self) -> str:
-        sizes = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
-        sizes = sizes if self.expert == 1 else f"{sizes} (expert {self.expert})"
-        return sizes if self.sharded == 1 else f"{sizes} (sharded over {self.sharded})"
-
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes by short name: TP, PP, DP, and EP if above 1."""
         sizes = {"TP": self.tensor, "PP": self.pipeline, "DP": self.data}
         return sizes if self.expert == 1 else sizes | {"EP": self.expert}
 
-    @property
-    def text(self) -> str:
+    def __str__(self) -> str:
         """Sizes such as "TP 2 x PP 1 x DP 4, EP 8"."""
         factors = [f"{name} {size}" for name, size in self.sizes.items() if name != "EP"]
         experts = [f"EP {self.expert}"] if self.expert > 1 else []
@@ -162,10 +145,6 @@ class Parallel(Frozen):
         # The expert size divides a stage's ranks, so a stage begins a group.
         return place if self.expert == 1 else place | {"expert": rank % self.expert}
 
-    def first_rank(self, stage: int) -> int:
-        """Return the lowest rank of a pipeline stage."""
-        return stage * self.tensor * self.data
-
 
 def check_parallel(
     model: ModelConfig,
@@ -176,59 +155,48 @@ def check_parallel(
     copies_gates: bool = False,  # of attention, over more ranks than key-value heads
 ) -> None:
     """Raise UserError unless the model and the cluster allow these parallel sizes."""
-    if parallel.pipeline > model.layers:
-        raise UserError(
-            f"pipeline size {parallel.pipeline} is more than the {model.layers} layers of "
-            f"{model.name}, and every stage must hold a layer: choose at most {model.layers}"
-        )
-    if parallel.tensor > cluster.gpus_per_node and not tensor_across_nodes:
-        raise UserError(
-            f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
-            f"node of {cluster.name}, and its ranks must share a node"
-        )
+    size = f"pipeline size {parallel.pipeline}"
+    refuse_if(
+        parallel.pipeline > model.layers,
+        f"{size} is more than the {model.layers} layers of {model.name}: choose fewer stages",
+    )
+    size, node = f"tensor size {parallel.tensor}", cluster.gpus_per_node
+    refuse_if(
+        parallel.tensor > node and not tensor_across_nodes,
+        f"{size} is more than the {node} devices of a node of {cluster.name}: choose a smaller one",
+    )
     sizes = _divided_sizes(model, copies_gates)
     _check_tensor(sizes, model.name, parallel.tensor, cluster.gpus_per_node)
     _check_expert(model, parallel)
 
 
 def _check_tensor(sizes: dict[str, int], model_name: str, tensor: int, most: int) -> None:
-    for name, size in sizes.items():
-        if not _can_divide(name, size, tensor):
-            divisors = [n for n in range(1, most + 1) if _can_divide(name, size, n)]
-            allowed = [n for n in divisors if all(_can_divide(*item, n) for item in sizes.items())]
-            raise UserError(
-                f"tensor size {tensor} does not divide {name} = {size} of {model_name} "
-                f"(divisors: {_join_numbers(divisors)}); this model allows "
-                f"{_join_numbers(allowed)}: choose from these, and more stages if memory is short"
-            )
+    wrong = [f"{name} = {size}" for name, size in sizes.items() if not _divides(name, size, tensor)]
+    fitting = (n for n in range(1, most + 1) if all(_divides(*item, n) for item in sizes.items()))
+    message = f"tensor size {tensor} does not divide {', '.join(wrong)} of {model_name}"
+    allowed = ", ".join(map(str, fitting))
+    refuse_if(
+        wrong, f"{message}, which allows {allowed}: choose another, and more stages if needed"
+    )
 
 
-def _can_divide(name: str, size: int, tensor: int) -> bool:
+def _divides(name: str, size: int, tensor: int) -> bool:
     # Fewer key-value heads than ranks are copied.
     return size % tensor == 0 or (name == _KV_HEADS and tensor % size == 0)
 
 
 def _check_expert(model: ModelConfig, parallel: Parallel) -> None:
-    numbers = expert_counts(model)
-    if not numbers:
-        if parallel.expert > 1:
-            raise UserError(
-                f"expert size {parallel.expert} was given, and {model.name} has no experts: leave "
-                "--ep out"
-            )
+    counts, size = expert_counts(model), f"expert size {parallel.expert}"
+    if not counts:
+        refuse_if(parallel.expert > 1, f"{size}: {model.name} has no experts: leave --ep out")
         return
-    divisor = math.gcd(*numbers)
-    if divisor % parallel.expert:
-        raise UserError(
-            f"expert size {parallel.expert} does not divide the {_join_numbers(list(numbers))} "
-            f"experts per layer of {model.name}: choose a divisor of {divisor}"
-        )
+    divisor, numbers = math.gcd(*counts), ", ".join(map(str, counts))
+    message = f"{size} does not divide the {numbers} experts per layer of {model.name}"
+    refuse_if(divisor % parallel.expert, f"{message}: choose a divisor of {divisor}")
     # Every tensor-parallel rank routes tokens of its own.
-    if parallel.tensor > 1 and not parallel.sequence_parallel:
-        raise UserError(
-            f"tensor size {parallel.tensor} was given without sequence parallelism, which experts "
-            f"of {model.name} need: leave --no-sequence-parallel out, or choose --tp 1"
-        )
+    is_whole = parallel.tensor > 1 and not parallel.sequence_parallel
+    message = f"experts of {model.name} at tensor size {parallel.tensor} need sequence parallelism"
+    refuse_if(is_whole, f"{message}: leave --no-sequence-parallel out")
 
 
 def expert_counts(model: ModelConfig) -> tuple[int, ...]:
@@ -267,10 +235,6 @@ def _divided_sizes(model: ModelConfig, copies_gates: bool) -> dict[str, int]:
     return sizes
 
 
-def _join_numbers(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """Ranks that exchange, `stride` apart in Megatron's order (tensor first, then data)."""
@@ -278,14 +242,9 @@ class Group:
     ranks: int
     stride: int = 1
 
-    @property
-    def consecutive(self) -> int:
-        """Span of the group: number of ranks times stride."""
-        return self.ranks * self.stride
-
     def is_within(self, cluster: ClusterConfig) -> bool:
         """Whether the group fits one node."""
-        return self.consecutive <= cluster.gpus_per_node
+        return self.ranks * self.stride <= cluster.gpus_per_node
 
     def place(self, cluster: ClusterConfig) -> Place:
         """Return the group's placement, as named in measured rates."""
@@ -294,14 +253,11 @@ class Group:
 
 def state_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
     """Return the ranks of a stage that shard optimizer state, and weights if sharded."""
-    ranks = {
-        (False, False): parallel.data,
-        (False, True): parallel.expert_data,
-        (True, False): parallel.sharded,
-        (True, True): parallel.expert_shards,
-    }
-    stride = parallel.expert if of_experts else parallel.tensor
-    return Group(ranks[parallel.sharded > 1, of_experts], stride=stride)
+    is_sharded = parallel.sharded > 1
+    if of_experts:
+        ranks = parallel.expert_shards if is_sharded else parallel.expert_data
+        return Group(ranks, stride=parallel.expert)
+    return Group(parallel.sharded if is_sharded else parallel.data, stride=parallel.tensor)
 
 
 def copies_group(parallel: Parallel, *, of_experts: bool = False) -> Group:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from omnibal.base.errors import refuse_if
 from omnibal.base.frozen import Count, Fraction, Frozen, Rate, Width, written_unless
 
 _TimeMs = Annotated[float, Field(ge=1e-9, le=1e12)]  # limits keep fits finite
@@ -134,11 +135,9 @@ class _TransferTime(_Measurement):
     @model_validator(mode="after")
     def _is_point_or_line(self) -> Self:
         given = {name for name, value in self if name in _SPEED_FIELDS and value is not None}
-        if given not in ({"bytes", "ms"}, {"latency_us", "gb_per_s"}):
-            raise ValueError(
-                "a measurement needs bytes and ms, or latency_us and gb_per_s "
-                f"(given: {', '.join(sorted(given)) or 'neither'})"
-            )
+        is_clear = given in ({"bytes", "ms"}, {"latency_us", "gb_per_s"})
+        rule = "a measurement needs bytes and ms, or latency_us and gb_per_s"
+        refuse_if(not is_clear, f"{rule} (given: {', '.join(sorted(given)) or 'neither'})")
         return self
 
 
@@ -158,11 +157,6 @@ class CopyTime(_TransferTime):
     """One copy within device memory; `bytes` are read + written."""
 
     kind: CopyKind = written_unless("plain")
-
-    @property
-    def latency_ms(self) -> float | None:
-        """Latency, or None if `ms` includes it."""
-        return None if self.latency_us is None else self.latency_us / 1e3
 
     @property
     def bytes_per_ms(self) -> float:
@@ -198,11 +192,6 @@ class Rates(Frozen):
     # Share of a collective that a longer computation hides: 1 fully, 0 sequential.
     hidden: Annotated[float, Field(ge=0, le=1)] | None = written_unless(None)
 
-    @property
-    def _computations(self) -> dict[str, Sequence[_Computation]]:
-        tables = {"products": self.products, "grouped": self.grouped}
-        return {**tables, "attention": self.attention}
-
     def __hash__(self) -> int:
         return self._hash
 
@@ -216,37 +205,36 @@ class Rates(Frozen):
         peak (`own_tflops` if the table has none).
         Copies and collectives depend on memory and links, so they are dropped.
         """
-        peak = self.tflops or own_tflops
-        return self.model_copy(
-            update={
-                "device": f"{self.device}, scaled",
-                "tflops": tflops,
-                "products": tuple(t.scale_share(peak, scales.products) for t in self.products),
-                "grouped": tuple(t.scale_share(peak, scales.grouped) for t in self.grouped),
-                "attention": tuple(
-                    t.scale_share(peak, scales.attention, scales.attention_most[t.of == "backward"])
-                    for t in self.attention
-                ),
-                "collectives": (),
-                "copies": (),
-                "hidden": None,
-            }
+        peak, most = self.tflops or own_tflops, scales.attention_most
+        return type(self).model_construct(
+            device=f"{self.device}, scaled",
+            tflops=tflops,
+            products=tuple(t.scale_share(peak, scales.products) for t in self.products),
+            grouped=tuple(t.scale_share(peak, scales.grouped) for t in self.grouped),
+            attention=tuple(
+                t.scale_share(peak, scales.attention, most[t.of == "backward"])
+                for t in self.attention
+            ),
         )
 
     @model_validator(mode="after")
-    def _shapes_are_given_once(self) -> Self:
+    def _computations_are_clear(self) -> Self:
+        tables: dict[str, Sequence[_Computation]] = {
+            "products": self.products,
+            "grouped": self.grouped,
+            "attention": self.attention,
+        }
         # Copies and collectives may repeat a size: lines are fitted through all.
-        for name, given in self._computations.items():
+        for name, given in tables.items():
             shapes = Counter(time.model_copy(update={"ms": None, "share": None}) for time in given)
             for shape, times in shapes.items():
                 if times > 1:
                     sizes = ", ".join(f"{key} {value}" for key, value in shape.model_dump().items())
                     raise ValueError(f"{name}: {sizes} is given {times} times; drop the repeats")
+            has_share = any(time.share is not None for time in given)
+            rule = "shares need the peak that they refer to: add tflops, or give ms"
+            refuse_if(has_share and self.tflops is None, rule)
         return self
 
-    @model_validator(mode="after")
-    def _shares_have_a_peak(self) -> Self:
-        times = [time for table in self._computations.values() for time in table]
-        if self.tflops is None and any(time.share is not None for time in times):
-            raise ValueError("shares need the peak that they refer to: add tflops, or give ms")
-        return self
+
+NO_RATES = Rates(device="")

@@ -119,20 +119,16 @@ class TrainerConstraints(Frozen):
     def check_shardings(self, shardings: Collection[WeightSharding]) -> None:
         """Raise UserError unless the trainer supports one of these shardings."""
         if not set(shardings).intersection(self.shardings):
-            raise UserError(
-                f"--sharding {', '.join(shardings)} was given for {self.title}, which supports "
-                f"{' or '.join(self.shardings)}: leave --sharding out or change it"
-            )
+            supported = f"{self.title}, which supports {' or '.join(self.shardings)}"
+            raise UserError(f"--sharding {', '.join(shardings)} was given for {supported}")
 
     def schedule_obstacle(self, name: str, stages: int, micro_batches: int) -> str | None:
         """Return why a schedule with these micro-batches per rank cannot run, or None."""
         if name not in self.schedules:
             return f"{self.title} runs {words(sorted(self.schedules))}"
         if name == "interleaved" and self.fills_groups and micro_batches % stages:
-            return (
-                f"a step has {micro_batches} micro-batches a rank, and {self.title} interleaves "
-                f"multiples of the {stages} pipeline stages"
-            )
+            step = f"a step has {micro_batches} micro-batches a rank"
+            return f"{step}, and {self.title} interleaves multiples of the {stages} pipeline stages"
         return None
 
     def limit_sizes(self, parallel: Parallel) -> Iterator[tuple[str, str, int, int]]:
@@ -149,10 +145,9 @@ class TrainerConstraints(Frozen):
     def check_sizes(self, parallel: Parallel) -> None:
         """Raise UserError unless the trainer supports these sizes, and the sharding if DP > 1."""
         for option, name, size, max_size in self.limit_sizes(parallel):
-            raise UserError(
-                f"{option} {size} was given for {self.title}, with {name} size {max_size} at most: "
-                f"plan with `omnibal plan --for {self.name} {option} {max_size}`"
-            )
+            given = f"{option} {size} was given for {self.title}, with {name} size"
+            remedy = f"plan with `omnibal plan --for {self.name} {option} {max_size}`"
+            raise UserError(f"{given} {max_size} at most: {remedy}")
         if parallel.data > 1:
             self.check_shardings((parallel.sharding,))
 

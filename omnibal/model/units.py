@@ -90,31 +90,22 @@ def unit_names(model: ModelConfig) -> tuple[str, ...]:
     return _kinds_and_names(model)[1]
 
 
-def layer_names(model: ModelConfig, tower: str) -> tuple[str, ...]:
-    """Return the measured name of every layer of a tower."""
-    kinds = {kind.name: kind for kind in unit_kinds(model)}
-    units = (kinds[name] for name in unit_names(model))
-    return tuple(unit.measured_name for unit in units if unit.tower == tower and unit.is_layer)
-
-
 def _kinds_and_names(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:
     """Return all kinds, and every unit's kind name."""
-    kinds: dict[str, UnitKind] = {}
-    names: list[str] = []
+    units: list[UnitKind] = []
     carried = sum(tower.deepstack_features for tower in model.encoders_elsewhere.values())
     for name, tower in model.encoders.items():
         part = projector_name(model, name)
         embed, *layers = _encoder_kinds(name, tower, carried)
         carried = layers[-1].carried if layers else carried
         projector = UnitKind(name=part, tower=name, part=part, is_layer=False, carried=carried)
-        kinds |= {kind.name: kind for kind in (embed, *_with_places(layers), projector)}
-        names += [kind.name for kind in (embed, *layers, projector)]
+        units += (embed, *_with_places(layers), projector)
     embed, *layers, head = _language_units(model, carried)
     # Carried features make the first layers differ, so their kinds have no period.
     period = None if carried else sum(run.layers for run in model.language.runs) or 1
-    kinds |= {kind.name: kind for kind in (embed, *_with_places(layers, period), head)}
-    names += [kind.name for kind in (embed, *layers, head)]
-    return tuple(kinds.values()), tuple(names)
+    units += (embed, *_with_places(layers, period), head)
+    kinds = {unit.name: unit for unit in units}
+    return tuple(kinds.values()), tuple(unit.name for unit in units)
 
 
 def _encoder_kinds(name: str, tower: Encoder, carried: int) -> list[UnitKind]:
@@ -173,18 +164,14 @@ def _carried_suffix(features: int) -> str:
 
 
 def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[UnitKind]:
-    """Return the kinds of a tower's layers with their places in a period (default: all layers)."""
-    period = period or len(layers) or 1
-    if len({kind.name for kind in layers}) == 1:
-        period = 1
-    return [
-        replace(
-            kind,
-            period=period,
-            places=tuple(n for n, layer in enumerate(layers[:period]) if layer.name == name),
-        )
-        for name, kind in {layer.name: layer for layer in layers}.items()
-    ]
+    """Return a tower's layers with their kinds' places in a period (default: all layers)."""
+    kinds = {layer.name: layer for layer in layers}
+    period = 1 if len(kinds) == 1 else period or len(layers) or 1
+    places: dict[str, tuple[int, ...]] = dict.fromkeys(kinds, ())
+    for number, layer in enumerate(layers[:period]):
+        places[layer.name] += (number,)
+    placed = {n: replace(kinds[n], period=period, places=places[n]) for n in kinds}
+    return [placed[layer.name] for layer in layers]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,16 +213,12 @@ def frozen_mistake(model: ModelConfig, frozen: Collection[str]) -> str | None:
     parts = model_parts(model)
     unknown = sorted(set(frozen) - set(parts))
     if unknown:
-        return (
-            f"frozen names {', '.join(unknown)}, and {model.name} has only the parts "
-            f"{', '.join(parts)}"
-        )
+        known = f"{model.name} has only the parts {', '.join(parts)}"
+        return f"frozen names {', '.join(unknown)}, and {known}"
     if len(set(frozen)) == len(frozen) < len(parts):
         return None
-    return (
-        f"frozen names {', '.join(frozen)}; it must name each part at most once and leave a part "
-        "to train: leave one out"
-    )
+    named = ", ".join(frozen)
+    return f"frozen names {named}; name each part at most once and leave a part to train"
 
 
 def feature_names(model: ModelConfig) -> tuple[str, ...]:

@@ -31,10 +31,10 @@ class ShardingChoice:
         best, others = found.best, dict[WeightSharding, str]()
         for strategy in found.ranking:
             slower = strategy.ms_per_sample / best.ms_per_sample - 1
-            why = f"{strategy.parallel.text} takes {slower:+.1%} per sample, {strategy.why}"
+            why = f"{strategy.parallel} takes {slower:+.1%} per sample, {strategy.why}"
             others.setdefault(strategy.parallel.sharding, why)
         for out in found.ruled_out:
-            others.setdefault(out.parallel.sharding, f"{out.parallel.text}, {out.why}")
+            others.setdefault(out.parallel.sharding, f"{out.parallel}, {out.why}")
         others.pop(best.parallel.sharding)  # the chosen one
         return cls(parallel=best.parallel, others=others)
 

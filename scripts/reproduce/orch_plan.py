@@ -127,7 +127,7 @@ def rows_of_sizes() -> Iterator[list[str]]:
         for name in ("in the stages", "data-parallel"):
             shardings = PLACEMENTS[name]
             cells = plan_cells(lengths, CLUSTERS[0], shardings, parallel, micro_batches)
-            yield [parallel.text, f"{micro_batches}", name, *cells]
+            yield [f"{parallel}", f"{micro_batches}", name, *cells]
 
 
 def plan_cells(

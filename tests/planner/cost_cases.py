@@ -59,7 +59,7 @@ def assumed_h100() -> ClusterConfig:
     """Return an H100 with round efficiencies for all shapes, so formulas can be checked by hand."""
     shares = {"matmul_efficiency": 0.55, "fp8_efficiency": 0.48, "memory_efficiency": 0.8}
     links = {"link_efficiency": 0.5, "network_efficiency": None, "link_latency_us": 10}
-    tables: dict[str, Any] = {"rates": {}, "rates_of": None, "accuracy": {}, "basis": "assumed"}
+    tables: dict[str, Any] = {"rates": {}, "rates_of": None, "basis": "assumed"}
     return load_cluster("h100-80g").model_copy(
         update=shares | links | tables | {"kernel_us": 4, "host_us": 0.0}
     )

@@ -190,7 +190,7 @@ def test_limits_of_other_items_are_found_by_a_check(tmp_path: Path) -> None:
     assert plan.shapes is not None
     wrong = plan.shapes.model_copy(update={"caps": Caps.of(clips=3, tokens=64)})
     write_plan(plan.model_copy(update={"shapes": wrong}), tmp_path / "plan")
-    with pytest.raises(UserError, match=r"for clips, which .* cannot have"):
+    with pytest.raises(UserError, match=r"cannot have clips"):
         check_plan(tmp_path / "plan")
 
 

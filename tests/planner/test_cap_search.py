@@ -18,7 +18,8 @@ from plan_cases import (
 )
 
 from omnibal.base.errors import UserError
-from omnibal.cost.profile import Profile, model_sha256, write_profile
+from omnibal.base.files import write_json_model
+from omnibal.cost.profile import Profile, model_sha256
 from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths, draw_samples, write_lengths
 from omnibal.job.plan_data import smallest_caps
@@ -294,7 +295,7 @@ def test_command_prints_one_json_object(capsys, tmp_path):
     """Prevents options that do not reach the search, and notes mixed with the JSON."""
     profile = profile_with_fixed_costs(50.0)
     write_lengths(example_lengths(count=150), tmp_path / "lengths.parquet")
-    write_profile(profile, tmp_path / "profile.json")
+    write_json_model(profile, tmp_path / "profile.json")
     files = (tmp_path / "lengths.parquet", "--profile", tmp_path / "profile.json")
     result = json.loads(printed(capsys, f"{CAPS} --memory-gib 0.011 --json", *files))
     found = search(

@@ -367,7 +367,7 @@ LOCKSTEP = {"model.language.runs": [EXPERTS], "parallel.expert": 2}
         ({"levels[1].context": 8}, "context is 8, and must divide the 4 data-parallel ranks"),
         ({"levels[1].context": True}, "context"),
         ({"levels[1].context": 2.0}, "context"),
-        (HEADS, r"levels\[1\]: context size 4 with exchange of heads needs"),
+        (HEADS, r"levels\[1\]: context size 4 with exchange of heads must divide"),
         (
             {"levels[1].recompute": [["language 0"], []]},
             r"levels\[1\]: stage 0 recomputes language 0 but holds",

@@ -116,7 +116,7 @@ def test_scalings_that_cannot_be_are_refused(language, expected):
 def test_an_encoder_has_a_name_of_its_own(name):
     """Prevents two parts with equal names, and stages that cannot be parsed from plan.json."""
     encoders = {name: DIGITS.vision.model_dump()}
-    with pytest.raises(ValueError, match="letters and digits, such as vision"):
+    with pytest.raises(ValueError, match="letters and digits, not language"):
         ModelConfig(name="x", language=DIGITS.language, encoders=encoders)
 
 

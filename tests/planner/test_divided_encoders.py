@@ -106,7 +106,7 @@ def test_ranks_hold_shares_and_copies_are_reduced() -> None:
     # Two replicas of each shard, one network adapter per rank: reduced and gathered.
     assert full.reduction_ms == 0
     sent_bytes = 2 * (4 * parameters / 8) / 2
-    assert node.reduction_ms == pytest.approx(sent_bytes / (2e6 * SLOW.network_share))
+    assert node.reduction_ms == pytest.approx(sent_bytes / (2e6 * SLOW.network_efficiency))
     assert node.update_ms > full.update_ms
 
 

@@ -49,7 +49,7 @@ TWO_KEY_HEADS = expert_model().with_tower("language", kv_heads=2)
         (expert_model(), parallel_of(1, 1, 3, 3), "does not divide the 8 experts"),
         # Experts of width 5 are not divided by tensor parallelism.
         (TWO_KEY_HEADS, parallel_of(2, 1, 1, 1), None),
-        (TWO_KEY_HEADS, Parallel(tensor=2, pipeline=1), "without sequence parallelism"),
+        (TWO_KEY_HEADS, Parallel(tensor=2, pipeline=1), "need sequence parallelism"),
         (MODEL, parallel_of(1, 1, 2, 2), "no experts: leave --ep out"),
     ],
 )

@@ -75,10 +75,10 @@ def test_limits_are_of_features_that_there_are():
     """Prevents a misspelt limit that never binds, and unlimited items."""
     check_limits(["tiles", "tokens"], ["tiles"], "it")
     check_limits(["loss_tokens", "tokens"], [], "it")
-    mistake = r"clip, which it cannot .*--max-tiles MAX and --max-tokens"
+    mistake = r"it cannot have clip: .*--max-tiles MAX and --max-tokens"
     with pytest.raises(UserError, match=mistake):
         check_limits(["tiles", "clip", "tokens"], ["tiles"], "it")
-    with pytest.raises(UserError, match="and clips is not; give --limit clips=MAX"):
+    with pytest.raises(UserError, match="must be limited; give --limit clips=MAX"):
         check_limits(["tiles", "tokens"], ["tiles", "clips"], "it")
     # Optional limits may be left out.
     check_limits(["tokens"], [], "it", others=["clips", "tiles"])

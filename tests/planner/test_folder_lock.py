@@ -51,15 +51,13 @@ def test_a_dead_holder_frees_its_folder_with_its_children(tmp_path):
         holder.kill()
     with lock_folder("--save", tmp_path, say):
         assert (tmp_path / LOCK).read_text().startswith(f"{os.getpid()} ")
-    assert said == [
-        f"{tmp_path}: waiting for processes that process {holder.pid} started before its end"
-    ]
+    assert said == [f"{tmp_path}: waiting for children of process {holder.pid}, which has ended"]
 
 
 def test_a_folder_that_cannot_be_written_is_named():
     """Prevents building a model for minutes before its first save fails."""
     with (
-        pytest.raises(UserError, match=r"^--save /proc/run: .*; give a directory that can be writ"),
+        pytest.raises(UserError, match=r"^--save /proc/run: .*; give a writable directory"),
         lock_folder("--save", Path("/proc/run"), print),
     ):
         pass

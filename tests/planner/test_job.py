@@ -32,7 +32,7 @@ MEASURED = CostSource(PROFILE)
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"parallel": Parallel(pipeline=100)}, "every stage must hold a layer"),
+        ({"parallel": Parallel(pipeline=100)}, "is more than the 8 layers"),
         ({"parallel": Parallel(tensor=64, pipeline=1)}, "devices of a node"),
         ({"cost_source": CostSource(example_profile())}, "with other sizes than internvl-digits"),
         ({"cost_source": MEASURED, "precision": "bf16"}, "profile was measured in fp32"),

@@ -17,9 +17,8 @@ from cli_cases import failure, run, words_of
 from plan_cases import example_lengths, example_profile, request
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic
+from omnibal.base.files import atomic, write_json_model
 from omnibal.base.outputs import check_files, check_folder
-from omnibal.cost.profile import write_profile
 from omnibal.data.lengths import write_lengths
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import make_plan
@@ -34,7 +33,7 @@ DIGITS = "--model internvl-digits --cluster laptop-cpu"
 def root(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     write_lengths(example_lengths(), folder / "l.parquet")
-    write_profile(example_profile(), folder / "profile.json")
+    write_json_model(example_profile(), folder / "profile.json")
     save_plan(make_plan(request()), folder / "plan")
     (folder / "tokenizer.model").write_bytes(train_tokenizer(iter(["abc 0123456789"])))
     sources = {"a": "annotations.jsonl", "b": "x.skipped.txt"}

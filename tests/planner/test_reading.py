@@ -6,7 +6,8 @@ from cli_cases import PLAN, run
 from plan_cases import MODEL, alter, request
 from profile_cases import measure
 
-from omnibal.cost.profile import ReadingMeasurement, write_profile
+from omnibal.base.files import write_json_model
+from omnibal.cost.profile import ReadingMeasurement
 from omnibal.cost.source import CostSource
 from omnibal.job.planner import make_plan
 from omnibal.model.levels import Level
@@ -134,7 +135,7 @@ def test_ranks_that_share_packs_read_their_parts():
 @pytest.mark.parametrize(("factor", "is_told"), [(1e-3, False), (1e4, True)])
 def test_plan_and_check_say_that_reading_binds(capsys, lengths_file, tmp_path, factor, is_told):
     """Prevents noticing slow data only in training."""
-    write_profile(measure(reading=reading(factor)), tmp_path / "p.json")
+    write_json_model(measure(reading=reading(factor)), tmp_path / "p.json")
     asked = f"{PLAN} --precision fp32 --lengths {lengths_file} --profile {tmp_path}/p.json"
     for command in (f"{asked} -o {tmp_path}/plan", f"check {tmp_path}/plan"):
         run(command)

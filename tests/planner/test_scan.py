@@ -40,12 +40,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import LocalPool, map_unordered, usable_cores
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_sample
-from omnibal.data.image_headers import (
-    as_rgb,
-    ends_as_whole,
-    image_size,
-    upright_size,
-)
+from omnibal.data.image_headers import as_rgb, ends_as_whole, image_size, upright_size
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.data.scan import scan_key, scan_lengths, write_skipped
@@ -474,7 +469,7 @@ def test_workers_that_end_badly(tmp_path):
     """Prevents a scan that hangs after the OS killed a worker, and tracebacks without context."""
     tasks = list("abcdefgh")
     assert sorted(map_unordered(work, tasks, 3)) == list("ABCDEFGH")
-    with pytest.raises(UserError, match=r"was killed \(SIGKILL\).*--processes"):
+    with pytest.raises(UserError, match=r"ended \(SIGKILL\).*--processes"):
         list(map_unordered(work, [*tasks, "killed", *tasks], 3))
     with pytest.raises(FileNotFoundError, match=r"x\.jsonl") as error:
         list(map_unordered(work, [*tasks, "error"], 3))

@@ -365,7 +365,7 @@ def test_copies_of_shares_are_reduced_once_a_step() -> None:
     cluster = load_cluster("h100-80g").model_copy(update={"rates": {}})
     given = {"cluster": cluster, "frozen": ("vision",)}
     hybrid, alone = (job(size, parallel=fsdp(size, sharded=8), **given).cost for size in (64, 8))
-    gb_per_s = cluster.inter_node_gb_per_s * cluster.network_share
+    gb_per_s = cluster.inter_node_gb_per_s * cluster.network_efficiency
     for parameters in (1e9, 5e9):
         sent_bytes = 4 * parameters / 8 * 2 * 7 / 8
         ms = hybrid.of_parameters("gradient_reduction_ms", parameters, 0)

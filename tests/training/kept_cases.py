@@ -27,7 +27,7 @@ from omnibal.job.plan import Plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.layer_kinds import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import feature_names, layer_names, model_parts, unit_kinds, unit_names
+from omnibal.model.units import feature_names, model_parts, unit_kinds, unit_names
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
 CLUSTER = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
@@ -217,7 +217,9 @@ def saved_bytes(found: OnDevice, prefix: str) -> dict[str, int]:
 def _find_layer(plan: Plan, unit: str, module: str) -> str:
     """Return the module, or the tower's last layer of this kind if the middle layer differs."""
     tower = unit.partition("_layer")[0]
-    names = layer_names(plan.model, tower) if "_layer" in unit and tower != "audio" else ()
+    measured = {kind.name: kind.measured_name for kind in unit_kinds(plan.model) if kind.is_layer}
+    units = (measured.get(name, "") for name in unit_names(plan.model))
+    names = [name for name in units if name.startswith(f"{tower}_layer") and tower != "audio"]
     if not names or names[LAYERS // 2] == unit:
         return module
     last = max(number for number, name in enumerate(names) if name == unit)

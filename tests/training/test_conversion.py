@@ -499,7 +499,7 @@ def test_what_exists_is_not_written_over(tmp_path, good, good_run, error_line):
     before = content(tmp_path)
     for target, why in (
         (tmp_path / "folder", "exists already"),
-        (tmp_path / "file", "is a file or device, and must name a folder"),
+        (tmp_path / "file", "is a file or device, and must be a folder"),
     ):
         for arguments in (
             ("import", good["internlm2"]),

@@ -33,7 +33,7 @@ from megatron.vlm.conversion.tensor_map import (
 from megatron.vlm.model.embeddings import sinusoids
 from megatron.vlm.model.initialize import initial_values
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic_directory, check_room, complaint, read_json_model
+from omnibal.base.files import atomic_directory, check_room, one_line_error, read_json_model
 from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START
 from omnibal.families.folder import CONFIG_FILE
 from omnibal.model.config import ModelConfig
@@ -116,10 +116,8 @@ def _read_encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
             positions_per_token=positions_per_token,
         )
     except ValidationError as error:
-        [first, *_] = error.errors()
-        raise UserError(
-            f"{path}: {complaint(first)}; give other --positions-per-token, or another Whisper"
-        ) from error
+        remedy = "give other --positions-per-token, or another Whisper"
+        raise one_line_error(error, str(path), remedy) from error
 
 
 def _check_encoder_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:

@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -56,6 +56,7 @@ from megatron.vlm.step.train import (
     global_sums,
 )
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
+from omnibal.base.files import write_json_model
 from omnibal.cost.measured_sizes import measured_sizes
 from omnibal.cost.profile import (
     LinkMeasurement,
@@ -64,7 +65,6 @@ from omnibal.cost.profile import (
     ShareMeasurement,
     UnitMeasurement,
     model_sha256,
-    write_profile,
 )
 from omnibal.data.annotations import Annotations
 from omnibal.data.tokenizer import open_tokenizer
@@ -74,7 +74,7 @@ from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, PlainPrecision, Provider, load_cluster
 from omnibal.model.parallel import Parallel
 from omnibal.model.rate_tables import CollectiveTime
-from omnibal.model.units import layer_names, unit_kinds, unit_names
+from omnibal.model.units import unit_kinds, unit_names
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # from latency to bandwidth
@@ -135,8 +135,8 @@ class Profiler:
         towers = (*job.model.encoders.values(), job.model.language)
         deep = min(options.layers, *(tower.layers for tower in towers))
         # At least one layer of each kind.
-        kinds = [len(set(layer_names(job.model, tower))) for tower in job.model.towers]
-        deep = max(deep, *kinds, 1)
+        layers = {(one.tower, one.measured_name) for one in unit_kinds(job.model) if one.is_layer}
+        deep = max(deep, *Counter(tower for tower, _ in layers).values(), 1)
 
         def build(depth: int) -> Trainer:
             # Every process holds a whole model: no valid pipeline, but the trainer builds it.
@@ -591,7 +591,7 @@ def main() -> None:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     if launch.rank == 0:
-        write_profile(result, arguments.output)
+        write_json_model(result, arguments.output)
 
 
 if __name__ == "__main__":

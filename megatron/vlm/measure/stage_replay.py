@@ -78,9 +78,8 @@ def act_as_stage(parallel: Parallel, stage: int) -> Iterator[PipelineLinks]:
     """Yield the links of a stage's first rank in a job of these sizes, without other ranks."""
     prepare_megatron_core()
     # The fake backend's collectives return at once and leave their outputs as they are.
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=parallel.first_rank(stage), world_size=parallel.world_size
-    )
+    rank = stage * parallel.tensor * parallel.data
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
     try:
         make_groups(parallel, seed=0)
         yield create_pipeline_links()
