@@ -208,8 +208,8 @@ def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
     can = f"{', '.join(adapters.parts)} of {model.name} has {', '.join(named)} or {ALL_LINEAR}"
     for part in adapters.parts:
         if not any(has_adapters(model, kind, adapters) for kind in kinds if kind.part == part):
-            named = ", ".join(adapters.targets)
-            return f"adapters' targets {named} match no linear of {part}: {can}"
+            targets = ", ".join(adapters.targets)
+            return f"adapters' targets {targets} match no linear of {part}: {can}"
     for target in adapters.targets:
         alone = adapters.model_copy(update={"targets": (target,)})
         if not any(has_adapters(model, kind, alone) for kind in kinds):

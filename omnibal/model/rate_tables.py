@@ -200,13 +200,13 @@ class Rates(Frozen):
         # Cached: fits are looked up by it for every cost.
         return hash((self.device, self.products, self.grouped, self.attention))
 
-    def scale_to_peak(self, own_tflops: float, tflops: float, scales: ScaledRates) -> Self:
+    def scale_to_peak(self, own_tflops: float, tflops: float, scales: ScaledRates) -> "Rates":
         """Return rates of a device with peak `tflops`, at `scales` x the shares of this device's
         peak (`own_tflops` if the table has none).
         Copies and collectives depend on memory and links, so they are dropped.
         """
         peak, most = self.tflops or own_tflops, scales.attention_most
-        return type(self).model_construct(
+        return Rates.model_construct(
             device=f"{self.device}, scaled",
             tflops=tflops,
             products=tuple(t.scale_share(peak, scales.products) for t in self.products),
