@@ -117,7 +117,7 @@ def restrict_search(free: Free, best: Planned) -> Iterator[tuple[str, Free]]:
         fixed = replace(
             free.sizes, tensor=sizes.tensor, pipeline=sizes.pipeline, expert=sizes.expert
         )
-        yield sizes.text, replace(free, sizes=fixed)
+        yield str(sizes), replace(free, sizes=fixed)
 
 
 def samples_per_second(planned: Planned) -> float:
