@@ -168,7 +168,7 @@ def test_image_processor_makes_the_tiles_of_training(tmp_path, source, size, mos
     images, turns = (ImageFile(tmp_path / "picture.png"),), (Turn(IMAGE, "", None),)
     sample = Sample(identity="one", source="one", where="one", images=images, turns=turns)
     tokenizer = open_tokenizer(run / "tokenizer")
-    ours = SampleReader([sample], tokenizer, model).pixels([sample])
+    ours = SampleReader([sample], tokenizer, model).pixels(sample)
     assert theirs.shape == ours.shape and (len(ours) > 1) == (most > 1 and size != (16, 16))
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
 

@@ -118,7 +118,7 @@ def test_augmented_tiles_are_jpegs(pictures):
     dataset = pictures.dataset([[3], [10]], FIRST, MicroBatchOptions(augment=True))
     augmented, plain = (batch.pixels_TCPP for batch in dataset)
     assert pictures.reader.annotations[10].images == pictures.reader.annotations[3].images
-    assert plain.equal(pictures.reader.pixels([pictures.reader.annotations[3]]))
+    assert plain.equal(pictures.reader.pixels(pictures.reader.annotations[3]))
     assert pictures.load([3], FIRST).pixels_TCPP.equal(plain)
     found = []
     for pixels_CPP, tile_PPC in zip(
@@ -415,7 +415,7 @@ def test_a_frame_is_a_tile(video, tmp_path):
     tiling = MODEL.vision.tiling.model_copy(update={"max_frames_per_video": 2})
     fewer = replace(video.reader, model=MODEL.with_tower("vision", tiling=tiling))
     sample = video.reader.annotations[1]
-    assert fewer.pixels([sample]).equal(batch.pixels_TCPP[[0, 3]])
+    assert fewer.pixels(sample).equal(batch.pixels_TCPP[[0, 3]])
     assert fewer.tiles_per_image(sample) == [1, 1]
 
 

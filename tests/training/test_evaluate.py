@@ -31,7 +31,7 @@ def answers_one_by_one(links, plan, folder):
     total, answers = len(reader.annotations), []
     for index in np.linspace(0, total - 1, SAMPLES).round().astype(int):
         sample = reader.annotations[int(index)]
-        all_pixels, tiles = reader.pixels([sample]), reader.tiles_per_image(sample)
+        all_pixels, tiles = reader.pixels(sample), reader.tiles_per_image(sample)
         for turn in range(len(sample.turns)):
             ids = encode_prompt(sample, turn, tiles, reader.model, reader.tokenizer)
             ids, answer = ids.tolist(), []

@@ -72,7 +72,7 @@ def test_answers_are_those_of_transformers(tmp_path, model_and_run):
         prompt = encode_prompt(*given, chatting=True)
         chats = reader.model.chat_system_message
         assert np.array_equal(prompt, encode_prompt(*given)) == (chats is None)
-        images = {"pixel_values": reader.pixels([sample])} if tiles else {}
+        images = {"pixel_values": reader.pixels(sample)} if tiles else {}
         expected = model.generate(
             input_ids=torch.from_numpy(prompt).unsqueeze(0),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

@@ -93,7 +93,7 @@ def loss_of(model: torch.nn.Module, folder: Path, data: Path) -> float:
             given["mm_token_type_ids"] = (ids == reader.tokenizer.require_id("<|image_pad|>")).int()
             given["pixel_values"] = reader.patches(sample, shown)
         elif sample.images:
-            given["pixel_values"] = reader.pixels([sample])
+            given["pixel_values"] = reader.pixels(sample)
         labels = torch.where(torch.from_numpy(encoded.loss_mask)[None].bool(), ids, -100)
         tokens = (labels[:, 1:] >= 0).sum()
         sums += torch.tensor([model(input_ids=ids, labels=labels, **given).loss * tokens, tokens])

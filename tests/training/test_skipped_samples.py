@@ -32,4 +32,4 @@ def test_every_row_loads_its_own_sample(digits, tokenizer, tmp_path):
         sample, loaded = annotations[index], dataset[row]
         expected = reader.encode(sample, int(lengths.column("tiles")[row])).token_ids
         assert loaded.token_ids_S.tolist() == expected.tolist()
-        assert loaded.pixels_TCPP.equal(reader.pixels([sample]))
+        assert loaded.pixels_TCPP.equal(reader.pixels(sample))

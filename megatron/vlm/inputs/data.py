@@ -319,7 +319,7 @@ class PackDataset(torch.utils.data.Dataset):
             check_count(sum(self.reader.clips_per_recording(sample)), clips, "clips", sample)
         if self._skips and self._checks and not (embeds and len(own_clips) == clips):
             self.reader.check_recordings(sample)
-        return {"frames_CBF": self.reader.some_clips(sample, own_clips)} if embeds else {}
+        return {"frames_CBF": self.reader.clips(sample, own_clips)} if embeds else {}
 
     @property
     def _checks(self) -> bool:

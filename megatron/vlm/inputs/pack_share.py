@@ -60,33 +60,19 @@ class PackShare:
         return range(0) if bounds is None else range(*bounds[self.part : self.part + 2].tolist())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShareLayout:
-    """Token layout of a share, for attention. Arrays are by own piece."""
+    """Token layout of a share, for attention, with `padding` tokens at the end."""
 
-    part: int
-    ranks: int
-    own: Pieces
-    own_start: np.ndarray  # first token of every own piece among this rank's, int64
-    own_divided: np.ndarray  # whether other ranks have tokens of the sample, bool
-    divided: Pieces  # pieces of divided samples on all ranks, in rank order
-    padding: int
-
-    @classmethod
-    def of_share(cls, share: PackShare, padding: int) -> "ShareLayout":
-        """Return the layout of a share, with `padding` tokens at the end."""
-        divided = share.pieces.is_divided
-        is_own = share.pieces.rank == share.part
-        own = share.pieces.take(is_own)
-        return cls(
-            part=share.part,
-            ranks=share.context,
-            own=own,
-            own_start=np.cumsum(own.tokens) - own.tokens,
-            own_divided=divided[is_own],
-            divided=share.pieces.take(divided),
-            padding=padding,
-        )
+    def __init__(self, share: PackShare, padding: int) -> None:
+        is_divided = share.pieces.is_divided
+        self.part, self.ranks, self.padding = share.part, share.context, padding
+        # Pieces of this rank: the first token among this rank's, int64, and whether other ranks
+        # have tokens of the sample, bool.
+        self.own = share.own_pieces
+        self.own_start = np.cumsum(self.own.tokens) - self.own.tokens
+        self.own_divided = is_divided[share.pieces.rank == share.part]
+        # Pieces of divided samples on all ranks, in rank order.
+        self.divided = share.pieces.take(is_divided)
 
     @property
     def tokens(self) -> int:

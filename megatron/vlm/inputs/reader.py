@@ -236,15 +236,12 @@ class SampleReader:
             for clip in range(count):  # one at a time in memory
                 _read_clip(recording, sample, clip, self.model.audio.frames)
 
-    def clips(self, sample: Sample) -> np.ndarray:
-        """Return log-mel frames of all clips in order, float32 [C, B, F]."""
-        return self.some_clips(sample, range(sum(self.clips_per_recording(sample))))
-
-    def some_clips(self, sample: Sample, wanted: range) -> np.ndarray:
-        """Return clips `wanted` of all recordings, float32 [C, B, F]; decodes no others."""
+    def clips(self, sample: Sample, wanted: range | None = None) -> np.ndarray:
+        """Return log-mel frames of clips, float32 [C, B, F]: all, or `wanted` of all recordings."""
         audio = self.model.audio
         parts = [np.zeros((0, audio.mel_bins, audio.frames), np.float32)]
         counts = self.clips_per_recording(sample)
+        wanted = range(sum(counts)) if wanted is None else wanted
         starts = accumulate(counts, initial=0)
         for recording, start, count in zip(sample.recordings, starts, counts, strict=False):
             for clip in range(max(wanted.start - start, 0), min(wanted.stop - start, count)):
@@ -280,10 +277,9 @@ class SampleReader:
             tiles.append(np.asarray(pixels.resize((size, size), bicubic)))
         return tiles
 
-    def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Return all tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
-        tiles = [tile for sample in samples for tile in self.tiles(sample)]
-        return torch.from_numpy(normalize_tiles(tiles, self.model.vision.image_size))
+    def pixels(self, sample: Sample) -> torch.Tensor:
+        """Return all tiles of the sample in order, float32 [T, C, P, P]; T may be 0."""
+        return torch.from_numpy(normalize_tiles(self.tiles(sample), self.model.vision.image_size))
 
 
 def cut_patches(frames_FHWC: np.ndarray, grid: Grid, encoder: ImagesEncoder) -> torch.Tensor:

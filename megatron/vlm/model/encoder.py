@@ -99,20 +99,6 @@ class EncoderUnits(NamedTuple):
         held = self.deepstack.named_children()
         return {self.tower.deepstack_layers[int(number)]: module for number, module in held}
 
-    def places(self, grids: Sequence[Grid]) -> tuple[ImagePlaces, ...]:
-        """Return patch positions for embedding and projector; empty if not native resolution."""
-        if not isinstance(self.tower, ImagesEncoder):
-            return ()
-        return (ImagePlaces(grids, self.tower, current_device()),)
-
-    def layer_arguments(self, places: tuple[ImagePlaces, ...]) -> dict[str, Any]:
-        """Return rotation and borders for layers, by core's names; fails without items."""
-        if not places:
-            return {}
-        [images] = places
-        rotation, borders = images.rotation(self.tower.head_width), images.borders
-        return {"rotary_pos_emb": rotation, "packed_seq_params": borders}
-
     def run(
         self,
         given: torch.Tensor | None,
@@ -132,7 +118,12 @@ class EncoderUnits(NamedTuple):
             features [K, E] of every local deepstack projector.
         """
         assert given is not None
-        hidden, places = given, self.places(grids)
+        hidden, places, arguments = given, tuple[ImagePlaces, ...](), dict[str, Any]()
+        if isinstance(self.tower, ImagesEncoder):  # places of patches
+            places = (ImagePlaces(grids, self.tower, current_device()),)
+            if hidden.numel():
+                arguments["rotary_pos_emb"] = places[0].rotation(self.tower.head_width)
+                arguments["packed_seq_params"] = places[0].borders
         features = LayerFeatures(
             projectors={
                 number: partial(projector, places=places[0])
@@ -148,7 +139,7 @@ class EncoderUnits(NamedTuple):
                 branch_scales_L2B=branch_scales_L2B,
                 level=level,
                 features=features,
-                **(self.layer_arguments(places) if hidden.numel() else {}),
+                **arguments,
             )
         if self.projector is not None:
             hidden = self.projector(hidden, *places)

@@ -55,7 +55,7 @@ def shared_attention(
 
     Padding tokens attend to each other.
     """
-    layout = ShareLayout.of_share(share, padding)
+    layout = ShareLayout(share, padding)
     if not len(layout.divided):
         return None
     match share.exchange:
@@ -128,7 +128,8 @@ class _GatheredKeys(SharedAttention):
         regathered.address = key_KGD.untyped_storage().data_ptr()
         with torch.autograd.graph.saved_tensors_hooks(regathered.pack, regathered.unpack):
             context_TND = inner(query_TND, key_KGD, value_KGD, self.borders, True)
-        return _RegatherBeforeBackward.apply(context_TND, regathered)
+        context_TND.register_hook(regathered.gather)  # before attention's backward
+        return context_TND
 
 
 def gather_rows(rows_TX: torch.Tensor, keys: _GatheredKeys) -> torch.Tensor:
@@ -183,7 +184,8 @@ class _RegatheredKeys:
         assert self.keys_K2GD is not None, "a layer's keys are used before they are gathered"
         return self.keys_K2GD.as_strided(*saved)
 
-    def gather(self) -> None:
+    def gather(self, gradient: torch.Tensor) -> None:
+        """Gather the keys again, as a hook on the gradient of attention's output."""
         self.keys_K2GD = gather_rows(self._own_T2GD, self._keys)
 
 
@@ -199,20 +201,6 @@ class _GatherKeys(torch.autograd.Function):
         if ctx.regathered is not None:
             ctx.regathered.keys_K2GD = None  # attention's backward is done
         return scatter_gradients(gradients, ctx.own_rows, ctx.keys), None, None
-
-
-class _RegatherBeforeBackward(torch.autograd.Function):
-    """Identity; backward gathers the keys before the input's backward."""
-
-    @staticmethod
-    def forward(ctx, context_TND, regathered):
-        ctx.regathered = regathered
-        return context_TND.view_as(context_TND)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.regathered.gather()
-        return gradients[0], None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -396,8 +396,7 @@ class VLMStage(MegatronModule):
             hidden_S1E = WithLoss.apply(hidden_S1E, factor * further)
         logits_LW = self.logits(hidden_S1E, batch.loss_positions_L)
         losses_L = cross_entropy(logits_LW, batch.labels_L, self.own_words)
-        weights_L = batch.loss_weights_L
-        return losses_L.sum() if weights_L is None else torch.dot(losses_L, weights_L)
+        return torch.dot(losses_L, batch.loss_weights_L)
 
     def take_prediction_losses(self) -> list[torch.Tensor]:
         """Return the prediction layer's losses of the micro-batches since the last call."""
@@ -443,10 +442,7 @@ class VLMStage(MegatronModule):
         losses_L = cross_entropy(logits_LW, batch.labels_L, self.own_words)
         borders = packing["packed_seq_params"].cu_seqlens_q
         places_S, _ = locate_tokens(borders, batch.tokens + padding)
-        weights_L = (places_S[positions_L] > 0).to(losses_L.dtype)
-        if batch.loss_weights_L is not None:
-            weights_L = weights_L * batch.loss_weights_L
-        return torch.dot(losses_L, weights_L)
+        return torch.dot(losses_L, (places_S[positions_L] > 0) * batch.loss_weights_L)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None

@@ -189,7 +189,7 @@ def read_media(reader: SampleReader, sample: Sample, units: Stage) -> dict[str, 
     if units.holds("vision embed") and reader.model.images is not None:
         media["patches_YX"] = reader.patches(sample, reader.list_shown(sample))
     elif units.holds("vision embed"):
-        media["pixels_TCPP"] = reader.pixels([sample])
+        media["pixels_TCPP"] = reader.pixels(sample)
     if units.holds("audio embed"):
         media["frames_CBF"] = torch.from_numpy(reader.clips(sample))
     return media
