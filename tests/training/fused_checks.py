@@ -177,9 +177,9 @@ def check_head_norms(case: Case) -> None:
     ]
     sums = sum(head_norms._squares(own) for own, *_ in ranks)
     normed = [head_norms._norms(own, mine, sums, width, 1e-6) for own, _, mine in ranks]
-    given = [(*rank, normed[0][2]) for rank in ranks]
+    given = [(own, *mine, sums, width, 1e-6, back) for own, back, mine in ranks]
     along = sum(head_norms._along(*each) for each in given)
-    backs = [head_norms._qkv_gradient(*each, along, width) for each in given]
+    backs = [head_norms._gradients(*each, along) for each in given]
     for place in range(2):
         case.assert_same(torch.cat([part[place] for part in normed], 2), outputs[place].detach())
     for axis, (parts, leaf) in enumerate(zip(zip(*backs, strict=True), exact, strict=True)):

@@ -10,7 +10,7 @@ from programs import run_program
 
 from megatron.vlm.installed import import_failure
 from megatron.vlm.measure.fake_device.fake_stage import check_fake_device
-from megatron.vlm.model.providers import check_precision, check_provider
+from megatron.vlm.model.providers import check_provider, check_provider_of
 from megatron.vlm.model.stage import build_stage
 from omnibal.base.errors import UserError
 
@@ -44,9 +44,9 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
     monkeypatch.setattr(f"{providers}.is_te_min_version", lambda version: False)
     monkeypatch.setattr(f"{providers}.get_te_version", lambda: "1.8.0")
     with pytest.raises(UserError, match=r"needs Transformer Engine 2\.2\.0.*1\.8\.0 is installed"):
-        check_precision("fp8", "te")
+        check_provider_of(plan, "te")
     for precision in ("fp32", "bf16"):
-        check_precision(precision, "te")
+        check_provider_of(plan.model_copy(update={"precision": precision}), "te")
         check_fake_device(precision, "local")
 
 

@@ -468,37 +468,24 @@ Batches = Generator[MicroBatch, None, None]  # closing it ends the loader proces
 
 def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
     """Yield all micro-batches in order on `device`, or raise UserError. 0 workers use a thread."""
-    copies = _DeviceCopies(device) if device.type == "cuda" else None
-    begin = (lambda item: item) if copies is None else copies.begin
-    with closing(read_ahead(dataset, num_workers, begin)) as items:
-        for item in items:
+    # Copies to CUDA are from pinned memory on a stream of their own.
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin_copy(item: MicroBatch | UserError) -> tuple[MicroBatch | UserError, Any]:
+        """Start copying a micro-batch in the read-ahead thread; return it and its arrival."""
+        if stream is None or isinstance(item, UserError):
+            return item, None
+        # Make the device current: pinning would create a CUDA context on device 0.
+        with torch.cuda.stream(stream):
+            return item.pin_memory().to(device), stream.record_event()
+
+    with closing(read_ahead(dataset, num_workers, begin_copy)) as items:
+        for item, arrived in items:
             if isinstance(item, UserError):
                 raise item
-            yield item if copies is None else copies.end(*item)
-
-
-class _DeviceCopies:
-    """Copies to a CUDA device on a separate stream, from pinned memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def begin(
-        self, item: MicroBatch | UserError
-    ) -> tuple[MicroBatch, torch.cuda.Event] | UserError:
-        """Start copying a micro-batch, in the read-ahead thread."""
-        if isinstance(item, UserError):
-            return item
-        # Make the device current: pinning would create a CUDA context on device 0.
-        with torch.cuda.stream(self._stream):
-            batch = item.pin_memory().to(self._device)
-            return batch, self._stream.record_event()
-
-    def end(self, batch: MicroBatch, arrived: torch.cuda.Event) -> MicroBatch:
-        """Make the current stream wait for the copy, in the consuming thread."""
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(arrived)
-        # The copy stream allocated the tensors: the allocator must not reuse them too early.
-        batch.record_stream(computing)
-        return batch
+            if arrived is not None:
+                computing = torch.cuda.current_stream(device)
+                computing.wait_event(arrived)
+                # `stream` allocated the tensors: the allocator must not reuse them too early.
+                item.record_stream(computing)
+            yield item

@@ -30,6 +30,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.model.deferred_weights import DeferredWeights, Product, multiply
@@ -154,7 +155,9 @@ class StackedExperts(MegatronModule):
         first_XIH, second_XHF = self.linear_fc1.weight, self.linear_fc2.weight
         inner_RI = multiply(product, rows_RH, first_XIH, deferred=self.deferred)
         # As core: weighting after the second product would need H values per row, not F.
-        active_RF = _WeightedSwiglu.apply(inner_RI, weights_R)
+        active_RF = checkpoint(
+            _weighted_swiglu, inner_RI, weights_R, use_reentrant=False, preserve_rng_state=False
+        )  # keeps only its inputs for backward
         return multiply(product, active_RF, second_XHF, deferred=self.deferred), None
 
     def sharded_state_dict(
@@ -246,22 +249,6 @@ def _max_over_mean(counts: torch.Tensor) -> float:
 
 def _weighted_swiglu(inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
     return (swiglu(inner_RI) * weights_R.unsqueeze(-1)).to(inner_RI.dtype)
-
-
-class _WeightedSwiglu(torch.autograd.Function):
-    """SwiGLU times a weight per row; keeps only its inputs for backward."""
-
-    @staticmethod
-    def forward(ctx, inner_RI, weights_R):
-        ctx.save_for_backward(inner_RI, weights_R)
-        return _weighted_swiglu(inner_RI, weights_R)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        with torch.enable_grad():
-            active_RF = _weighted_swiglu(*inputs)
-        return torch.autograd.grad(active_RF, inputs, gradients[0])
 
 
 @dataclass(frozen=True, slots=True)

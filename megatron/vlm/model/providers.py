@@ -20,7 +20,7 @@ from megatron.vlm.installed import TRANSFORMER_ENGINE_FAILURE
 from megatron.vlm.model.attention import PackedCoreAttention
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
-from omnibal.model.config import Precision, Provider
+from omnibal.model.config import Provider
 
 _CURRENT_SCALING = "2.2.0"  # first release with current scaling (megatron-core's `fp8_utils.py`)
 
@@ -50,25 +50,20 @@ def check_provider(provider: Provider) -> None:
         )
 
 
-def check_precision(precision: Precision, provider: Provider) -> None:
-    """Raise UserError unless the provider's linears support the precision."""
-    if precision != "fp8":
+def check_provider_of(plan: Plan, provider: Provider) -> None:
+    """Raise UserError unless the provider's layers can train a plan."""
+    if provider == "local":
+        if plan.precision == "fp8":
+            raise UserError(
+                "precision fp8 needs Transformer Engine, and provider local was given: give "
+                "--provider te, or plan with --precision bf16"
+            )
         return
-    if provider != "te":
-        raise UserError(
-            "precision fp8 needs Transformer Engine, and provider local was given: give --provider "
-            "te, or plan with --precision bf16"
-        )
-    if not is_te_min_version(_CURRENT_SCALING):
+    if plan.precision == "fp8" and not is_te_min_version(_CURRENT_SCALING):
         raise UserError(
             f"precision fp8 needs Transformer Engine {_CURRENT_SCALING} or newer, and "
             f"{get_te_version()} is installed; install a newer one, or plan with --precision bf16"
         )
-
-
-def check_provider_of(plan: Plan, provider: Provider) -> None:
-    """Raise UserError unless the provider's layers can train a plan."""
-    check_precision(plan.precision, provider)
     obstacles = {
         "packs that ranks share, which Transformer Engine's attention does not support; plan with "
         "--packing-levels 1": plan.has_shared_packs,
@@ -79,11 +74,8 @@ def check_provider_of(plan: Plan, provider: Provider) -> None:
         f"schedule {plan.schedule.name}, whose split backward only provider local supports; plan "
         "with --schedule 1f1b": plan.schedule.in_two,
     }
-    for obstacle, applies in obstacles.items():
-        if applies and provider == "te":
-            raise UserError(
-                f"--provider te was given, but the plan has {obstacle}, or drop the option"
-            )
+    for obstacle in (text for text, applies in obstacles.items() if applies):
+        raise UserError(f"--provider te was given, but the plan has {obstacle}, or drop the option")
 
 
 def layer_parts(provider: Provider) -> LayerParts:

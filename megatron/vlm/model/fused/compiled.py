@@ -1,7 +1,7 @@
 """Compilation of fused operations' bodies on CUDA, and their backward."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,23 +44,12 @@ def differentiable(name: str) -> Callable[[Body], Body]:
         forward = compiled_on_cuda(name)(body)
 
         @compiled_on_cuda(f"{name}_backward")
-        def backward(*given: Any) -> list[torch.Tensor | None]:
-            """Return gradients of the inputs, given those of all outputs, then the inputs."""
-            *gradients, inputs = given
-            places = [place for place, value in enumerate(inputs) if _is_float(value)]
-
-            def run_body(*values: torch.Tensor) -> Any:
-                replaced = dict(zip(places, values, strict=True))
-                return body(*(replaced.get(place, own) for place, own in enumerate(inputs)))
-
-            outputs, pull_back = torch.func.vjp(run_body, *(inputs[i].float() for i in places))
-            gradients = [gradient.float() for gradient in gradients]
-            is_single = isinstance(outputs, torch.Tensor)
-            own = pull_back(gradients[0] if is_single else tuple(gradients))
-            of_place = dict(zip(places, own, strict=True))
+        def backward(*gradients_and_inputs: Any) -> list[torch.Tensor | None]:
+            *gradients, inputs = gradients_and_inputs
+            pull_back = prepare_gradients(body, inputs)
             return [
-                of_place[place].to(value.dtype) if place in of_place else None
-                for place, value in enumerate(inputs)
+                None if own is None else own.to(value.dtype)
+                for own, value in zip(pull_back(*gradients), inputs, strict=True)
             ]
 
         def run(*inputs: Any) -> Any:
@@ -69,6 +58,28 @@ def differentiable(name: str) -> Callable[[Body], Body]:
         return functools.wraps(body)(run)
 
     return decorate
+
+
+def prepare_gradients(body: Body, inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """Return a function from gradients of a body's outputs to those of its inputs, all float32.
+
+    The body runs in float32. Gradients are None for inputs that are not floating-point tensors.
+    """
+    places = [place for place, value in enumerate(inputs) if _is_float(value)]
+
+    def run_body(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        replaced = dict(zip(places, values, strict=True))
+        outputs = body(*(replaced.get(place, own) for place, own in enumerate(inputs)))
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    _, pull_back = torch.func.vjp(run_body, *(inputs[place].float() for place in places))
+
+    def pull_all(*gradients: torch.Tensor) -> list[torch.Tensor | None]:
+        own = pull_back(tuple(gradient.float() for gradient in gradients))
+        of_place = dict(zip(places, own, strict=True))
+        return [of_place.get(place) for place in range(len(inputs))]
+
+    return pull_all
 
 
 def _is_float(value: Any) -> bool:

@@ -7,13 +7,12 @@ Shapes: S sequence, B batch (tiles), N heads of this rank, D head size, W = N * 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.vlm.model.fused.compiled import compiled_on_cuda
-
-TileHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v, [S, B, N, D]
+from megatron.vlm.model.fused.compiled import compiled_on_cuda, prepare_gradients
 
 
 def _sum_squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
@@ -25,6 +24,24 @@ def _sum_squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
 _squares = compiled_on_cuda("head_squares")(_sum_squares)
 
 
+def _normalize(
+    qkv_SBN3D: torch.Tensor,
+    query_weight_W: torch.Tensor,
+    key_weight_W: torch.Tensor,
+    sums_2SB: torch.Tensor,
+    width: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return normed q and k, given all ranks' sums of squares."""
+    rstds_2SB11 = torch.rsqrt(sums_2SB / width + eps)[..., None, None]
+    parts = zip(qkv_SBN3D.chunk(3, -1), (query_weight_W, key_weight_W), rstds_2SB11, strict=False)
+    query_SBND, key_SBND = (
+        (x_SBND * rstd_SB11 * weight_W.view(x_SBND.shape[2:])).to(x_SBND.dtype)
+        for x_SBND, weight_W, rstd_SB11 in parts
+    )
+    return query_SBND, key_SBND
+
+
 @compiled_on_cuda("head_norms")
 def _norms(
     qkv_SBN3D: torch.Tensor,
@@ -32,77 +49,42 @@ def _norms(
     sums_2SB: torch.Tensor | None,
     width: int,
     eps: float,
-) -> TileHeads:
-    """Return normed q and k, and their rstds, float32 [2, S, B]."""
-    if sums_2SB is None:  # this rank has all heads
+) -> tuple[torch.Tensor, ...]:
+    """Return normed q and k, and their sums of squares; `sums_2SB` is None for one rank."""
+    if sums_2SB is None:
         sums_2SB = _sum_squares(qkv_SBN3D)
-    rstds_2SB = torch.rsqrt(sums_2SB / width + eps)
-    query_SBND, key_SBND = (
-        (x_SBND * rstd_SB11 * weight_W.view(x_SBND.shape[2:])).to(x_SBND.dtype)
-        for x_SBND, rstd_SB11, weight_W in zip(
-            qkv_SBN3D.chunk(3, -1)[:2], rstds_2SB[..., None, None], weights_W, strict=True
-        )
-    )
-    return query_SBND, key_SBND, rstds_2SB
+    return *_normalize(qkv_SBN3D, *weights_W, sums_2SB, width, eps), sums_2SB
 
 
-def _sum_along(
-    qkv_SBN3D: torch.Tensor,
-    gradients_SBND: Sequence[torch.Tensor],
-    weights_W: Sequence[torch.Tensor],
-    rstds_2SB: torch.Tensor,
-) -> torch.Tensor:
-    """Return local sums of weighted gradient times unit value, of q and k, float32 [2, S, B]."""
-    pairs = _weighted_and_units(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
-    return torch.stack([(own_SBND * unit_SBND).sum((2, 3)) for own_SBND, unit_SBND in pairs])
+def _outputs(qkv_SBN3D: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    """Return all that depends on the joint q, k and v: normed q and k, v, and local sums."""
+    value_SBND = qkv_SBN3D.chunk(3, -1)[2]
+    return *_normalize(qkv_SBN3D, *others), value_SBND, _sum_squares(qkv_SBN3D)
 
 
-def _weighted_and_units(
-    qkv_SBN3D: torch.Tensor,
-    gradients_SBND: Sequence[torch.Tensor],
-    weights_W: Sequence[torch.Tensor],
-    rstds_2SB: torch.Tensor,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (gradient times weight, value times rstd) of q and of k, float32."""
-    heads, rstds_2SB11 = qkv_SBN3D.chunk(3, -1)[:2], rstds_2SB[..., None, None]
-    return [
-        (gradient_SBND.float() * weight_W.view(x_SBND.shape[2:]), x_SBND * rstd_SB11)
-        for gradient_SBND, x_SBND, weight_W, rstd_SB11 in zip(
-            gradients_SBND[:2], heads, weights_W, rstds_2SB11, strict=True
-        )
-    ]
+def _gradient_of_sums(*inputs_and_gradients: Any) -> torch.Tensor:
+    """Return the local gradient of the sums of squares, float32 [2, S, B]."""
+    *inputs, gradients_SBND = inputs_and_gradients
+    gradient_2SB: torch.Tensor = prepare_gradients(_normalize, inputs)(*gradients_SBND[:2])[3]
+    return gradient_2SB
 
 
-_along = compiled_on_cuda("head_norms_along")(_sum_along)
+_along = compiled_on_cuda("head_norms_along")(_gradient_of_sums)
 
 
 @compiled_on_cuda("head_norms_backward")
-def _qkv_gradient(
-    qkv_SBN3D: torch.Tensor,
-    gradients_SBND: Sequence[torch.Tensor],
-    weights_W: Sequence[torch.Tensor],
-    rstds_2SB: torch.Tensor,
-    along_2SB: torch.Tensor | None,
-    width: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the joint q, k and v, and of both weights, [2, W]."""
-    if along_2SB is None:  # this rank has all heads
-        along_2SB = _sum_along(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
-    # For y = w u with u = x * rstd: dx = rstd (w dy - u mean(w dy u)).
-    along_2SB11 = (along_2SB / width)[..., None, None]
-    pairs = _weighted_and_units(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
-    of_heads = [
-        (rstd_SB11 * (own_SBND - unit_SBND * along_SB11)).to(qkv_SBN3D.dtype)
-        for (own_SBND, unit_SBND), rstd_SB11, along_SB11 in zip(
-            pairs, rstds_2SB[..., None, None], along_2SB11, strict=True
-        )
-    ]
-    of_weights = [
-        (gradient_SBND * unit_SBND).sum((0, 1)).flatten()
-        for gradient_SBND, (_, unit_SBND) in zip(gradients_SBND[:2], pairs, strict=True)
-    ]
-    of_qkv_SBN3D = torch.cat((*of_heads, gradients_SBND[2]), -1)
-    return of_qkv_SBN3D, torch.stack(of_weights).to(weights_W[0].dtype)
+def _gradients(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the joint q, k and v, and of both weights, [2, W].
+
+    Given are the inputs of `_normalize`, gradients of q, k and v, and the gradient of all ranks'
+    sums, or None for one rank.
+    """
+    *inputs, gradients_SBND, of_sums_2SB = given
+    if of_sums_2SB is None:
+        of_sums_2SB = _gradient_of_sums(*inputs, gradients_SBND)
+    of_inputs = prepare_gradients(_outputs, inputs)(*gradients_SBND, of_sums_2SB)
+    dtype = inputs[0].dtype
+    return of_inputs[0].to(dtype), torch.stack(of_inputs[1:3]).to(dtype)
 
 
 class HeadNorms(torch.autograd.Function):
@@ -117,24 +99,22 @@ class HeadNorms(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv_SBN3D, query_weight_W, key_weight_W, width, eps, group):
         qkv_SBN3D = qkv_SBN3D.contiguous()
-        weights_W = (query_weight_W, key_weight_W)
-        sums_2SB = None
+        weights_W, sums_2SB = (query_weight_W, key_weight_W), None
         if group is not None:
             sums_2SB = _squares(qkv_SBN3D)
             dist.all_reduce(sums_2SB, group=group)
-        query_SBND, key_SBND, rstds_2SB = _norms(qkv_SBN3D, weights_W, sums_2SB, width, eps)
-        ctx.save_for_backward(qkv_SBN3D, *weights_W, rstds_2SB)
-        ctx.width, ctx.group = width, group
+        query_SBND, key_SBND, sums_2SB = _norms(qkv_SBN3D, weights_W, sums_2SB, width, eps)
+        ctx.save_for_backward(qkv_SBN3D, *weights_W, sums_2SB)
+        ctx.width, ctx.eps, ctx.group = width, eps, group
         return query_SBND, key_SBND, qkv_SBN3D.chunk(3, -1)[2]
 
     @staticmethod
     def backward(ctx, *gradients):
-        qkv_SBN3D, *weights_W, rstds_2SB = ctx.saved_tensors
+        inputs = (*ctx.saved_tensors, ctx.width, ctx.eps)
         parts = [gradient.contiguous() for gradient in gradients]
-        of_heads = (qkv_SBN3D, parts, weights_W, rstds_2SB)
-        along_2SB = None
+        of_sums_2SB = None
         if ctx.group is not None:
-            along_2SB = _along(*of_heads)
-            dist.all_reduce(along_2SB, group=ctx.group)
-        of_qkv_SBN3D, of_weights_2W = _qkv_gradient(*of_heads, along_2SB, ctx.width)
+            of_sums_2SB = _along(*inputs, parts)
+            dist.all_reduce(of_sums_2SB, group=ctx.group)
+        of_qkv_SBN3D, of_weights_2W = _gradients(*inputs, parts, of_sums_2SB)
         return of_qkv_SBN3D, *of_weights_2W, None, None, None
