@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.vlm.model.fused.compiled import compiled_on_cuda
+from megatron.vlm.model.fused.compiled import compiled_on_cuda, prepare_gradients
 
 
 class Branch(NamedTuple):
@@ -118,22 +118,16 @@ def _scaled_add_backward(
     gradient_SBH: torch.Tensor,
     output_SBH: torch.Tensor | None,
     bias_H: torch.Tensor | None,
-    scale_H: torch.Tensor | None,
-    tile_scale_B: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return gradients of a branch's output (None if unscaled), and of bias and scale, [2, H]."""
-    scaled_SBH = gradient_SBH.float()
-    of_scale_H = scaled_SBH.new_zeros(scaled_SBH.shape[-1])
-    if tile_scale_B is not None:
-        scaled_SBH = scaled_SBH * tile_scale_B.unsqueeze(-1)
-    if scale_H is not None:
-        assert output_SBH is not None, "kept for the gradient of the scale"
-        biased_SBH = output_SBH if bias_H is None else output_SBH.float() + bias_H
-        of_scale_H = (scaled_SBH * biased_SBH).sum((0, 1))
-        scaled_SBH = scaled_SBH * scale_H
-    of_branch_2H = torch.stack((scaled_SBH.sum((0, 1)), of_scale_H)).to(gradient_SBH.dtype)
-    is_scaled = scale_H is not None or tile_scale_B is not None
-    return scaled_SBH.to(gradient_SBH.dtype) if is_scaled else None, of_branch_2H
+    *scales: torch.Tensor | None,
+) -> list[torch.Tensor | None]:
+    """Return gradients of a branch's output (None if unscaled), bias and scale, if there."""
+    # Without a layer scale no gradient depends on the output, which is not kept then.
+    any_SBH = gradient_SBH if output_SBH is None else output_SBH
+    pull_back = prepare_gradients(_sum_branch, (gradient_SBH, any_SBH, bias_H, *scales))
+    _, of_output, of_bias, of_scale, _ = pull_back(gradient_SBH)
+    is_scaled = any(scale is not None for scale in scales)
+    found = (of_output if is_scaled else None, of_bias, of_scale)
+    return [None if own is None else own.to(gradient_SBH.dtype) for own in found]
 
 
 class NormAndResidual(torch.autograd.Function):
@@ -212,11 +206,5 @@ def _gradients_of_add(total_SBH, branch):
     _, bias_H, scale_H, tile_scale_B = branch
     if total_SBH is None or (bias_H is None and scale_H is None and tile_scale_B is None):
         return total_SBH, total_SBH, None, None, None
-    scaled_SBH, (of_bias_H, of_scale_H) = _scaled_add_backward(total_SBH, *branch)
-    return (
-        total_SBH,
-        total_SBH if scaled_SBH is None else scaled_SBH,
-        None if bias_H is None else of_bias_H,
-        None if scale_H is None else of_scale_H,
-        None,
-    )
+    of_output_SBH, *of_vectors = _scaled_add_backward(total_SBH, *branch)
+    return total_SBH, total_SBH if of_output_SBH is None else of_output_SBH, *of_vectors, None
