@@ -64,6 +64,14 @@ class MicroBatchShape:
         return max(self.tokens + -self.tokens % multiple, multiple)
 
 
+@dataclass(kw_only=True)
+class Borders(PackedSeqParams):
+    """Core's cumulative lengths on the device, with copies on the host, for loops."""
+
+    host_q: torch.Tensor
+    host_kv: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """A pack, or a rank's share of it: counts, on every stage, and tensors of the stage's units."""
@@ -185,7 +193,7 @@ class MicroBatch:
             if torch.is_tensor(value) and name != "drop_path_keys_T"
         }
 
-    def packed_seq_params(self, device: torch.device, padding: int = 0) -> PackedSeqParams:
+    def packed_seq_params(self, device: torch.device, padding: int = 0) -> Borders:
         """Return cumulative lengths of samples, then padding, for attention and RoPE by sample."""
         segments = [*self.segment_tokens, padding] if padding else self.segment_tokens
         return borders_of(segments, segments, device)
@@ -218,21 +226,18 @@ def encoder_inputs(model: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]
 
 def borders_of(
     query_tokens: Sequence[int], key_tokens: Sequence[int], device: torch.device
-) -> PackedSeqParams:
-    """Return cumulative lengths of query ranges, and of the keys that each range attends to.
-
-    `cu_seqlens_*` are on the device; `cu_seqlens_*_padded` are copies on the host, for loops.
-    """
+) -> Borders:
+    """Return cumulative lengths of query ranges, and of the keys that each range attends to."""
     queries, host_queries = _borders(query_tokens, device)
     keys, host_keys = queries, host_queries
     if key_tokens is not query_tokens:
         keys, host_keys = _borders(key_tokens, device)
-    return PackedSeqParams(
+    return Borders(
         qkv_format="thd",
         cu_seqlens_q=queries,
         cu_seqlens_kv=keys,
-        cu_seqlens_q_padded=host_queries,
-        cu_seqlens_kv_padded=host_keys,
+        host_q=host_queries,
+        host_kv=host_keys,
         max_seqlen_q=max(query_tokens),
         max_seqlen_kv=max(key_tokens),
     )

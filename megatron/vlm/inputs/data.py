@@ -259,7 +259,7 @@ class PackDataset(torch.utils.data.Dataset):
             self.lengths.pieces_of_images(np.array([index]))[0].tolist(),
             own["image_tokens"],
             patches=self._needs.patches,
-            verdict=self._skips and self._checks,
+            verdict=self._finds_unreadable,
         )
         values, unreadable = dict[str, np.ndarray](), images.unreadable
         try:
@@ -300,7 +300,7 @@ class PackDataset(torch.utils.data.Dataset):
             check_frame_count(sample.shown(self.reader.model.tiling), tiles)
             check_count(len(pixels), tiles, "tiles", sample)
             return pixels
-        if self._skips and self._checks:
+        if self._finds_unreadable:
             # The head masks the loss of samples blanked by encoders. No rank sends it the verdict:
             # all ranks decode the same files.
             self.reader.check_images(sample, tiles)
@@ -315,20 +315,21 @@ class PackDataset(torch.utils.data.Dataset):
         if not sample.recordings:
             return {}
         embeds = self.stage.holds("audio embed")
-        if embeds or (self._skips and self._checks):
+        if embeds or self._finds_unreadable:
             check_count(sum(self.reader.clips_per_recording(sample)), clips, "clips", sample)
-        if self._skips and self._checks and not (embeds and len(own_clips) == clips):
+        if self._finds_unreadable and not (embeds and len(own_clips) == clips):
             self.reader.check_recordings(sample)
         return {"frames_CBF": self.reader.clips(sample, own_clips)} if embeds else {}
 
     @property
-    def _checks(self) -> bool:
-        """Return whether this stage must find unreadable files."""
-        return any(self.stage.holds(name) for name in ("vision embed", "audio embed", "head"))
-
-    @property
     def _skips(self) -> bool:
         return self.options.on_bad_sample is OnBadSample.SKIP
+
+    @property
+    def _finds_unreadable(self) -> bool:
+        """Return whether this stage must find all unreadable files of its samples."""
+        units = ("vision embed", "audio embed", "head")
+        return self._skips and any(self.stage.holds(name) for name in units)
 
     def _text_fields(
         self, drafts: Mapping[int, _Draft], own: _OwnPart, image_items: np.ndarray

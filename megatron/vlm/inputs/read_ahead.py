@@ -28,7 +28,6 @@ from omnibal.base.worker_pool import Failure, outcome
 
 _PREFETCH = 4  # items per worker
 _POLL_S = 0.5  # between checks for an iterator that is no longer read
-_MAX_PIPED_BYTES = 1 << 20  # larger items go through shared memory instead of the pipe
 _TENSOR_ALIGNMENT = 64  # bytes; as torch's CPU allocator
 _NICE = 10  # niceness of workers, to compute only on cores that the ranks leave idle
 # Signals that schedulers send to all processes. Only the trainer obeys, and ends its workers.
@@ -170,7 +169,7 @@ class Parcel:
 
     pickled: bytes  # the pickled item without tensor contents
     sizes: tuple[int, ...]  # bytes of each tensor
-    content: bytearray | torch.Tensor  # padded bytes of all tensors; a tensor if in shared memory
+    content: torch.Tensor  # padded bytes of all tensors, in memory shared with the trainer
 
 
 def pack_parcel(item: Any) -> Parcel:
@@ -180,20 +179,18 @@ def pack_parcel(item: Any) -> Parcel:
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(item)
     parts = [buffer.raw() for buffer in buffers]
     sizes = tuple(part.nbytes for part in parts)
-    starts = _starts(sizes)
-    content: bytearray | torch.Tensor = bytearray(starts[-1])
-    if starts[-1] > _MAX_PIPED_BYTES:
-        content = torch.empty(starts[-1], dtype=torch.uint8)
-    view = _bytes_of(content)
-    for part, start, size in zip(parts, starts, sizes, strict=False):
+    *starts, end = _list_starts(sizes)
+    content = torch.empty(end, dtype=torch.uint8)
+    view = memoryview(content.numpy())
+    for part, start, size in zip(parts, starts, sizes, strict=True):
         view[start : start + size] = part
     return Parcel(stream.getvalue(), sizes, content)
 
 
 def unpack_parcel(parcel: Parcel) -> Any:
     """Return the item of a parcel. Its tensors are views of the parcel's memory."""
-    view = _bytes_of(parcel.content)
-    pairs = zip(_starts(parcel.sizes), parcel.sizes, strict=False)
+    view = memoryview(parcel.content.numpy())
+    pairs = zip(_list_starts(parcel.sizes), parcel.sizes, strict=False)
     return pickle.loads(
         parcel.pickled, buffers=[view[start : start + size] for start, size in pairs]
     )
@@ -206,11 +203,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _starts(sizes: Sequence[int]) -> list[int]:
+def _list_starts(sizes: Sequence[int]) -> list[int]:
     """Return the offset of each tensor in a parcel, and the parcel's bytes."""
     padded = (-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes)
     return list(accumulate(padded, initial=0))
-
-
-def _bytes_of(content: bytearray | torch.Tensor) -> memoryview:
-    return memoryview(content if isinstance(content, bytearray) else content.numpy())

@@ -201,7 +201,7 @@ class Profiler:
                 device=current_device(),
             )
             run = partial(stage.language, hidden_S1E.requires_grad_(), None)
-            arguments = stage.packing(share.batch)
+            arguments = stage.layer_arguments(share.batch)
             for unit, forward_ms, backward_ms in _times_ms(stage, partial(run, **arguments)):
                 samples_ms["share", index, unit, "forward"].append(forward_ms)
                 samples_ms["share", index, unit, "backward"].append(backward_ms)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.vlm.inputs.batch import Borders
 from megatron.vlm.model.fused.head_norms import HeadNorms
 from megatron.vlm.model.fused.rotary import NormAndRotate, Rotation, SplitAndRotate
 from megatron.vlm.model.image_places import ImageBorders
@@ -96,7 +96,7 @@ class PackedAttention(SelfAttention):
         attention_mask: None,
         *,
         rotary_pos_emb: Rotation,
-        packed_seq_params: PackedSeqParams | SharedAttention,
+        packed_seq_params: Borders | SharedAttention,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         qkv_T1X, _ = self.linear_qkv(hidden_states)
         groups, ranks = self.num_query_groups_per_partition, self.tp_group.size()
@@ -185,7 +185,7 @@ class PackedCoreAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: None,
-        packed_seq_params: PackedSeqParams | SharedAttention | None,
+        packed_seq_params: Borders | SharedAttention | None,
         **unused: object,
     ) -> torch.Tensor:
         """Attend; return [S, B, N * D], or [T, N * D] for packed inputs."""
@@ -202,7 +202,7 @@ def attend_packed(
     query_TND: torch.Tensor,
     key_KGD: torch.Tensor,
     value_KGD: torch.Tensor,
-    packed: PackedSeqParams,
+    packed: Borders,
     causal: bool,
 ) -> torch.Tensor:
     """Attend from ranges of queries to their ranges of keys, [T, N, D].
@@ -245,13 +245,13 @@ def attend_by_segment(
     query_TND: torch.Tensor,
     key_KGD: torch.Tensor,
     value_KGD: torch.Tensor,
-    packed: PackedSeqParams,
+    packed: Borders,
     causal: bool,
 ) -> torch.Tensor:
     """Attend as `attend_packed`, with one kernel call per range, on every device and type."""
-    # The `padded` borders are on the host, so that this does not synchronize the device.
-    queries = query_TND.split(packed.cu_seqlens_q_padded.diff().tolist())
-    key_counts = packed.cu_seqlens_kv_padded.diff().tolist()
+    # From the host's borders, so that this does not synchronize the device.
+    queries = query_TND.split(packed.host_q.diff().tolist())
+    key_counts = packed.host_kv.diff().tolist()
     keys, values = key_KGD.split(key_counts), value_KGD.split(key_counts)
     contexts = []
     for qkv in zip(queries, keys, values, strict=True):
@@ -280,7 +280,7 @@ def attend_flash(
     query_TND: torch.Tensor,
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
-    packed: PackedSeqParams,
+    packed: Borders,
     causal: bool,
 ) -> torch.Tensor:
     """Attend as `attend_packed`, with one kernel call for the pack; CUDA in 16 bit only."""

@@ -12,12 +12,12 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.fp8_utils import get_fp8_context
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.vlm.inputs.batch import Borders
 from megatron.vlm.model.experts import Routing
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.layers import Norm
@@ -52,7 +52,6 @@ class PlannedBlock(TransformerBlock):
     """Core's block with another loop, which recomputes layers given by number.
 
     Args:
-        recompute_layers: by level, global numbers (from 0) of recomputed layers.
         groups: process groups that divide the layers, core's by default.
     """
 
@@ -60,7 +59,6 @@ class PlannedBlock(TransformerBlock):
         self,
         config: TransformerConfig,
         layer_specs: Sequence[ModuleSpec],
-        recompute_layers: Sequence[Sequence[int]],
         final_norm: bool,
         groups: ProcessGroupCollection | None = None,
     ) -> None:
@@ -71,9 +69,10 @@ class PlannedBlock(TransformerBlock):
             post_process=final_norm,
             pg_collection=groups,
         )
-        self.set_levels(recompute_layers)
+        self.set_levels([[]])
 
     def set_levels(self, recompute_layers: Sequence[Sequence[int]]) -> None:
+        """Recompute these layers (global numbers from 0) of packs of each level."""
         self.recompute_layers = tuple(map(frozenset, recompute_layers))
 
     def forward(
@@ -86,7 +85,7 @@ class PlannedBlock(TransformerBlock):
         routing: Routing | None = None,
         features: LayerFeatures | None = None,
         rotary_pos_emb: Rotation | None = None,
-        packed_seq_params: PackedSeqParams | SharedAttention | None = None,
+        packed_seq_params: Borders | SharedAttention | None = None,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers, with drop-path scales; S or B may be 0 (no items)."""
         features = features or LayerFeatures()

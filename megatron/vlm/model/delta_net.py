@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.vlm.inputs.batch import Borders
 from megatron.vlm.model.fused.gated_delta import (
     GatedNorm,
     convolve,
@@ -103,7 +103,7 @@ class GatedDeltaNet(MegatronModule, DividedModule):
         hidden_states: torch.Tensor,
         attention_mask: None,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: Borders,
         **unused: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return output [T, 1, hidden] (this rank's T if sequence-parallel), and None as bias."""
@@ -147,7 +147,7 @@ def delta_rule(
     value_TNE: torch.Tensor,
     decay_TN: torch.Tensor,
     beta_TN: torch.Tensor,
-    packed: PackedSeqParams,
+    packed: Borders,
 ) -> torch.Tensor:
     """Return the rule's outputs [T, N, E], with q and k scaled to length 1, then q by D^-0.5.
 
@@ -162,7 +162,7 @@ def delta_rule(
             *(x.unsqueeze(0) for x in inputs),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=packed.cu_seqlens_q.long(),
-            cu_seqlens_cpu=packed.cu_seqlens_q_padded.long(),  # else the host waits for a copy
+            cu_seqlens_cpu=packed.host_q.long(),  # else the host waits for a copy
         )
         return output_1TNE.squeeze(0)
     return DeltaRule.apply(*inputs, packed.cu_seqlens_q)

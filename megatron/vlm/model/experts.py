@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -30,6 +29,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from megatron.vlm.backend import current_device
@@ -164,17 +164,15 @@ class StackedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
         """Return both stacks as shards of all experts' tensors (core's name)."""
-        state, axis = {}, len(sharded_offsets)  # core stacks layers on the axes before
-        for name, parameter in self.named_parameters():
-            state[prefix + name] = ShardedTensor.from_rank_offsets(
-                prefix + name,
-                parameter,
-                *sharded_offsets,
-                (axis, self.ep_group.rank(), self.ep_group.size()),
-                replica_id=(0, 0, self.dp_group.rank()),
-                prepend_axis_num=axis,
-            )
-        return state
+        tensors = dict(self.named_parameters())
+        return make_sharded_tensors_for_checkpoint(
+            tensors,
+            prefix,
+            dict.fromkeys(tensors, 0),
+            sharded_offsets,
+            tp_group=self.ep_group,
+            dp_cp_group=self.dp_group,
+        )
 
 
 class SharedExpert(SharedExpertMLP):

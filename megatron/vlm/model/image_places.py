@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.vlm.inputs.batch import borders_of
+from megatron.vlm.inputs.batch import Borders, borders_of
 from megatron.vlm.model.fused.rotary import Rotation
 from omnibal.data.native_resolution import Grid
 from omnibal.model.encoders import ImagesEncoder
@@ -25,8 +24,8 @@ _ROPE_BASE = 10_000.0  # of all native-resolution encoders (Qwen2-VL, arXiv 2409
 
 @dataclass(frozen=True, slots=True)
 class ImageBorders:
-    images: PackedSeqParams  # borders of images, and of every time of a video
-    windows: PackedSeqParams | None  # borders of windows, if any layer has them
+    images: Borders  # borders of images, and of every time of a video
+    windows: Borders | None  # borders of windows, if any layer has them
 
 
 class ImagePlaces:

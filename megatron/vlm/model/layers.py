@@ -7,7 +7,6 @@ hidden size, F feed-forward width of this rank.
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -16,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megatron.vlm.inputs.batch import Borders
 from megatron.vlm.model.attention import (
     AllHeadsRMSNorm,
     ClipAttention,
@@ -115,7 +115,7 @@ class Layer(TransformerLayer):
         hidden_states: torch.Tensor,
         attention_mask: None = None,
         rotary_pos_emb: Rotation | None = None,
-        packed_seq_params: PackedSeqParams | SharedAttention | None = None,
+        packed_seq_params: Borders | SharedAttention | None = None,
         tile_scales_2B: torch.Tensor | None = None,
         routing: Routing | None = None,
         **unused: object,

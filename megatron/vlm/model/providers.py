@@ -5,15 +5,12 @@ in both: Transformer Engine has no norm over all heads and no layer scale, and f
 the next linear under other names.
 """
 
-import dataclasses
 import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.vlm.installed import TRANSFORMER_ENGINE_FAILURE
@@ -80,25 +77,7 @@ def check_provider_of(plan: Plan, provider: Provider) -> None:
 
 def layer_parts(provider: Provider) -> LayerParts:
     parts: BackendSpecProvider = TESpecProvider() if provider == "te" else LocalSpecProvider()
-    attention: type = PackedCoreAttention
-    if provider == "te":
-        core_attention: type = parts.core_attention()
-
-        class DeviceBorders(core_attention):
-            def forward(
-                self, *heads: torch.Tensor, packed_seq_params: PackedSeqParams | None, **more: Any
-            ) -> torch.Tensor:
-                if packed_seq_params is not None:
-                    # The `*_padded` borders of samples are on the host.
-                    packed_seq_params = dataclasses.replace(
-                        packed_seq_params, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None
-                    )
-                context: torch.Tensor = super().forward(
-                    *heads, packed_seq_params=packed_seq_params, **more
-                )
-                return context
-
-        attention = DeviceBorders
+    attention = parts.core_attention() if provider == "te" else PackedCoreAttention
     return LayerParts(parts.column_parallel_linear(), parts.row_parallel_linear(), attention)
 
 

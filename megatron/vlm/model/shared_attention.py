@@ -22,20 +22,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_to_all
 
-from megatron.vlm.inputs.batch import borders_of
+from megatron.vlm.inputs.batch import Borders, borders_of
 from megatron.vlm.inputs.pack_share import PackShare, ShareLayout
 from omnibal.data.image_sizes import numbers_of_runs
 from omnibal.model.levels import ContextExchange
 
 # Attention within one rank, as `attention.attend_packed`.
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams, bool], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, bool], torch.Tensor]
 
 
 class SharedAttention(ABC):
-    """Attention of a rank's share, in place of core's `PackedSeqParams`."""
+    """Attention of a rank's share, in place of `Borders`."""
 
     @abstractmethod
     def attend(
@@ -73,7 +72,7 @@ class _GatheredKeys(SharedAttention):
     # wanted at most twice, so that backward's atomic sums do not depend on their order.
     wanted_K: torch.Tensor
     group: dist.ProcessGroup
-    borders: PackedSeqParams  # queries: this rank's pieces; keys: samples up to the piece's end
+    borders: Borders  # queries: this rank's pieces; keys: samples up to the piece's end
     keeps_keys: bool = False  # whether gathered keys stay until backward
 
     @classmethod
@@ -212,8 +211,8 @@ class _DividedHeads(SharedAttention):
     unordered_T: torch.Tensor  # place of every token in `rows_R` followed by `whole_rows`
     by_sample_A: torch.Tensor  # received rows, sorted by sample and place
     by_rank_A: torch.Tensor  # inverse of `by_sample_A`
-    divided_borders: PackedSeqParams
-    whole_borders: PackedSeqParams | None
+    divided_borders: Borders
+    whole_borders: Borders | None
 
     @classmethod
     def from_layout(

@@ -24,13 +24,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device, has_cuda
-from megatron.vlm.inputs.batch import ITEM_FIELDS, MicroBatch, MicroBatchShape
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.adapters import Adapters
 from megatron.vlm.model.attention import prefer_flash_attention_3
 from megatron.vlm.model.block import LayerFeatures, PlannedBlock
 from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
 from megatron.vlm.model.deferred_weights import PARALLEL_LINEARS, DeferredWeights, defer_linear
-from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.experts import Routing, StackedExperts, StackedLinear, WithLoss
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
@@ -45,7 +44,7 @@ from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_siz
 from omnibal.job.plan import Plan
 from omnibal.model.adapter_settings import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig, Precision, Provider, RopeSections
-from omnibal.model.encoders import Encoder, ImagesEncoder
+from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import (
@@ -106,11 +105,11 @@ class VLMStage(MegatronModule):
         self.sequence_parts = tensor if language_config.sequence_parallel else 1
         self.token_multiple = self.sequence_parts * (FP8_MULTIPLE if language_config.fp8 else 1)
         self.encoders = {
-            name: EncoderUnits.build(model, name, stage, config, parts, self.groups)
+            name: EncoderUnits(model, name, stage, config, parts, self.groups)
             for name, config in encoder_configs.items()
         }
-        for encoder, units in self.encoders.items():
-            for name, unit in units.modules(encoder):
+        for units in self.encoders.values():
+            for name, unit in units.modules():
                 self.add_module(name, unit)
         self.embedding = None
         if stage.holds("language embed"):
@@ -130,7 +129,6 @@ class VLMStage(MegatronModule):
                     language_layer_spec(language_config, language.kinds[number], parts)
                     for number in stage.layers("language")
                 ],
-                recompute_layers=[stage.recomputed_in("language")],
                 final_norm=stage.holds("head"),
             )
             self.rotary_axes = _list_axes(language.rope_sections)
@@ -240,17 +238,7 @@ class VLMStage(MegatronModule):
         hidden = dict(received or {})
         for name, units in self.encoders.items():
             if units.is_held and only in (None, name):
-                given = items_of(batch, units.tower) if units.embedding else hidden[name]
-                scales_L2B = None
-                keys_B = batch.drop_path_keys_T
-                if name == "vision" and keys_B is not None and units.layers is not None:
-                    numbers = [layer.layer_number - 1 for layer in units.layers.layers]
-                    layers, rate = self.model_config.vision.layers, self.drop_path_rate
-                    scales_L2B = branch_scales(keys_B, numbers, layers, rate)
-                    scales_L2B = scales_L2B.to(current_device(), non_blocking=True)
-                hidden[name], *features = units.run(
-                    given, batch.image_grids, branch_scales_L2B=scales_L2B, level=batch.level
-                )
+                hidden[name], *features = units.run(batch, hidden.get(name), self.drop_path_rate)
                 names = [
                     feature.name
                     for feature in deepstack_of(self.model_config)
@@ -268,14 +256,12 @@ class VLMStage(MegatronModule):
             hidden[LANGUAGE] if self.embedding is None else self.embed_tokens(batch, hidden)
         )
         if self.language is not None:
-            padding = self._padding(batch)
             hidden_S1E = self.language(
                 hidden_S1E,
                 None,
                 level=batch.level,
-                routing=self.routing(batch, padding),
                 features=self._prepare_deepstack(batch, hidden),
-                **self.packing(batch, padding),
+                **self.layer_arguments(batch, self._padding(batch)),
             )
         return hidden_S1E
 
@@ -313,7 +299,7 @@ class VLMStage(MegatronModule):
             whole_S1E = tensor_parallel.scatter_to_sequence_parallel_region(whole_S1E)
         return hidden_S1E + whole_S1E
 
-    def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
+    def layer_arguments(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
         """Return language layers' arguments for samples and trailing padding, by core's names."""
         device, share = current_device(), batch.share
         packed = batch.packed_seq_params(device, padding)
@@ -328,9 +314,10 @@ class VLMStage(MegatronModule):
         else:
             positions_3S = F.pad(batch.rope_positions_3S, (0, padding))
             turns = sectioned_rotation(positions_3S, self.rotary_axes, self.rotary_frequencies)
-        return {"rotary_pos_emb": turns, "packed_seq_params": shared or packed}
+        routing = self._routing(batch, padding)
+        return {"rotary_pos_emb": turns, "packed_seq_params": shared or packed, "routing": routing}
 
-    def routing(self, batch: MicroBatch, padding: int = 0) -> Routing | None:
+    def _routing(self, batch: MicroBatch, padding: int) -> Routing | None:
         """Return the routers' inputs from a micro-batch, or None without experts."""
         if self.config.num_moe_experts is None:
             return None
@@ -426,7 +413,6 @@ class VLMStage(MegatronModule):
         assert self.prediction is not None and batch.token_ids_S is not None
         positions_L, padding = batch.loss_positions_L, self._padding(batch)
         assert positions_L is not None
-        packing = self.packing(batch, padding)
         if self.word_copy is None:
             # Not a second lookup, whose gradient of all words would wait for the first one's.
             embedded_S1E, self._word_embeddings = self._word_embeddings, None
@@ -436,11 +422,11 @@ class VLMStage(MegatronModule):
         embedded_S1E = F.pad(embedded_S1E.roll(-1, 0), (0, 0, 0, 0, 0, padding))
         if self.sequence_parts > 1:
             embedded_S1E = tensor_parallel.scatter_to_sequence_parallel_region(embedded_S1E)
-        routing = self.routing(batch, padding)
-        hidden_S1E = self.prediction(hidden_S1E, embedded_S1E, routing=routing, **packing)
+        arguments = self.layer_arguments(batch, padding)
+        hidden_S1E = self.prediction(hidden_S1E, embedded_S1E, **arguments)
         logits_LW = self.logits(hidden_S1E, (positions_L - 1).clamp(min=0))
         losses_L = cross_entropy(logits_LW, batch.labels_L, self.own_words)
-        borders = packing["packed_seq_params"].cu_seqlens_q
+        borders = arguments["packed_seq_params"].cu_seqlens_q
         places_S, _ = locate_tokens(borders, batch.tokens + padding)
         return torch.dot(losses_L, (places_S[positions_L] > 0) * batch.loss_weights_L)
 
@@ -581,7 +567,7 @@ def _freeze(stage: VLMStage, plan: Plan) -> None:
         )
     }
     for name, units in stage.encoders.items():
-        modules[name] = (units.embedding, units.layers, units.deepstack)
+        modules[name] = (units.embedding, units.layers, *units.deepstack_projectors.values())
         modules[projector_name(stage.model_config, name)] = (units.projector,)
     adapted = () if plan.adapters is None else plan.adapters.parts
     for part in (*plan.frozen, *adapted):
@@ -607,11 +593,6 @@ def _add_adapters(stage: VLMStage, adapters: AdapterConfig) -> None:
             if kind.is_layer:
                 groups = owner.self_attention.num_query_groups_per_partition
             owner.adapters = Adapters(owner, owner.config, linears, adapters, groups)
-
-
-def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:
-    """Return an encoder's inputs in a micro-batch, or None if it was read without them."""
-    return vars(batch)[ITEM_FIELDS[encoder.feature][0]]
 
 
 def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
