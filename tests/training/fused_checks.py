@@ -176,7 +176,7 @@ def check_head_norms(case: Case) -> None:
         for own in (slice(0, 2), slice(2, 4))
     ]
     sums = sum(head_norms._squares(own) for own, *_ in ranks)
-    normed = [head_norms._norms(own, mine, sums, width, 1e-6) for own, _, mine in ranks]
+    normed = [head_norms._norms(own, *mine, sums, width, 1e-6) for own, _, mine in ranks]
     given = [(own, *mine, sums, width, 1e-6, back) for own, back, mine in ranks]
     along = sum(head_norms._along(*each) for each in given)
     backs = [head_norms._gradients(*each, along) for each in given]

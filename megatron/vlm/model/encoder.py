@@ -50,9 +50,9 @@ class EncoderUnits:
         tower, numbers = self.tower, stage.layers(name)
         self.embedding: torch.nn.Module | None = None
         self.layers: PlannedBlock | None = None
-        self.projector: Projector | None = None
+        self.projector: torch.nn.Module | None = None
         # By number from 0 of the layer whose output is projected.
-        self.deepstack_projectors = dict[int, Projector]()
+        self.deepstack_projectors = dict[int, Any]()
         if stage.holds(f"{name} embed"):
             self.embedding = _EMBEDDINGS[tower.kind](tower, config.params_dtype)
         if numbers:

@@ -6,7 +6,6 @@ and backward have one all-reduce each, of a sum per position of q and of k.
 Shapes: S sequence, B batch (tiles), N heads of this rank, D head size, W = N * D.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +44,8 @@ def _normalize(
 @compiled_on_cuda("head_norms")
 def _norms(
     qkv_SBN3D: torch.Tensor,
-    weights_W: Sequence[torch.Tensor],
+    query_weight_W: torch.Tensor,
+    key_weight_W: torch.Tensor,
     sums_2SB: torch.Tensor | None,
     width: int,
     eps: float,
@@ -53,7 +53,8 @@ def _norms(
     """Return normed q and k, and their sums of squares; `sums_2SB` is None for one rank."""
     if sums_2SB is None:
         sums_2SB = _sum_squares(qkv_SBN3D)
-    return *_normalize(qkv_SBN3D, *weights_W, sums_2SB, width, eps), sums_2SB
+    given = (qkv_SBN3D, query_weight_W, key_weight_W, sums_2SB, width, eps)
+    return *_normalize(*given), sums_2SB
 
 
 def _outputs(qkv_SBN3D: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
@@ -103,7 +104,7 @@ class HeadNorms(torch.autograd.Function):
         if group is not None:
             sums_2SB = _squares(qkv_SBN3D)
             dist.all_reduce(sums_2SB, group=group)
-        query_SBND, key_SBND, sums_2SB = _norms(qkv_SBN3D, weights_W, sums_2SB, width, eps)
+        query_SBND, key_SBND, sums_2SB = _norms(qkv_SBN3D, *weights_W, sums_2SB, width, eps)
         ctx.save_for_backward(qkv_SBN3D, *weights_W, sums_2SB)
         ctx.width, ctx.eps, ctx.group = width, eps, group
         return query_SBND, key_SBND, qkv_SBN3D.chunk(3, -1)[2]
