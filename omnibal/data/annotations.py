@@ -137,10 +137,6 @@ class _Folder(RecordMedia):
             remote.kept_below(frame.path, self.below)
         return video
 
-    def list_unnamed(self, medium: Medium) -> tuple[()]:
-        """Return nothing, as a folder's files are those that records name."""
-        return ()
-
 
 def video_at(path: Path) -> Video:
     """Return the video of a file, or of a folder of frames in numeric order."""
@@ -408,7 +404,7 @@ def _open_source(
         indexes = index.find_records([DataFile(shard, holds) for shard in shards])
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}); correct its path or permission"
+            f"{error.filename or path}: cannot be read ({error.strerror}); restore the file"
         ) from error
     if entry.in_file is not None:
         root = remote.named_from(folder, entry.root or "", cache)

@@ -91,11 +91,9 @@ class DataIndex:
         indexes: dict[int, RecordIndex] = {}
         try:
             versions = versions_of([file.path for file in files]) if self.known else []
-        except OSError as error:
+        except OSError:
             if self.complete is not None:
-                raise UserError(
-                    f"{error.filename}: cannot be read ({error.strerror}); restore the file"
-                ) from error
+                raise
             versions = []  # reading reports it
         for number, version in enumerate(versions):
             key = files[number].key(version)

@@ -79,11 +79,15 @@ def compiled_template(template: str, path: str) -> "CompiledTemplate":
     for name in _REMOVED:
         environment.filters.pop(name, None)
         environment.globals.pop(name, None)
-    environment.filters = limits.filters(environment.filters)
+    environment.filters = {
+        **{name: limits.limit(operation, name) for name, operation in environment.filters.items()},
+        _COUNT_ROUND: limits.count_round,
+        _JOIN: limits.join,
+        "tojson": limits.limit(_to_json, "tojson"),
+    }
     environment.call = limits.limit(environment.call)  # type: ignore[method-assign]
     environment.intercepted_binops = frozenset(_OPERATORS)
     environment.call_binop = limits.operate  # type: ignore[method-assign, assignment]
-    environment.filters["tojson"] = limits.limit(_to_json, "tojson")
     # No strftime_now, on purpose: tokens must not depend on the date.
     environment.globals["raise_exception"] = _stop_rendering
     try:
@@ -113,11 +117,6 @@ class _RenderLimits:
     rounds: int = 0  # iterations, macro and block calls
     characters: int = 0  # written or joined
     read: int = 0  # characters read by filters and calls, or added by padding
-
-    def filters(self, builtins: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-        """Return limited filters by name: Jinja's, and those that `_CountRuns` inserts."""
-        filters = {name: self.limit(operation, name) for name, operation in builtins.items()}
-        return filters | {_COUNT_ROUND: self.count_round, _JOIN: self.join}
 
     def count(self, characters: int) -> None:
         self.characters += max(0, characters)

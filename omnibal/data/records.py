@@ -65,7 +65,8 @@ class RecordMedia(Protocol):
         """Return an ImageFile, Video (file or folder of frames) or AudioFile by name."""
 
     def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
-        """Return the media of a record that names none of this kind."""
+        """Return the media of a record that names none of this kind: none but in shards, rows."""
+        return ()
 
 
 def read_record(record: dict[str, Any], media: RecordMedia, **known: Any) -> Sample:

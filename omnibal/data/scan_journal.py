@@ -88,17 +88,13 @@ class ScanJournal:
             changed=stored - sum(map(len, parts)),
         )
 
-    @property
-    def path(self) -> Path:
-        return self.log.path
-
     def notes(self, samples: int) -> list[str]:
-        notes = []
+        notes, path = [], self.log.path
         if self.discarded:
-            notes.append(f"note: {self.path} is of other data or settings; the scan starts again")
+            notes.append(f"note: {path} is of other data or settings; the scan starts again")
         if self.changed:
             notes.append(
-                f"note: {self.changed:,} samples in {self.path} are of changed or unnamed files"
+                f"note: {self.changed:,} samples in {path} are of changed or unnamed files"
             )
         if len(self.finished):
             finished = f"{len(self.finished):,} of {samples:,}"

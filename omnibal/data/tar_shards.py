@@ -87,17 +87,13 @@ class Member:
         return suffix.lower() if stem else ""
 
 
-# Key and members of each sample of a shard, in order.
-ListedSamples = list[tuple[str, list[Member]]]
-
-
 @dataclass(frozen=True, slots=True)
 class EnergonIndex:
     database: Path
     number: int  # shard number in the dataset
 
-    def read_samples(self, shard: Path) -> tuple[ListedSamples, int]:
-        """Return the indexed samples, not compared with the tar, and their end in bytes."""
+    def read_samples(self, shard: Path) -> tuple[list[tuple[str, list[Member]]], int]:
+        """Return key and members of each sample, not compared with the tar, and their end."""
         offsets = shard.with_suffix(".tar.idx")
         try:
             borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()
@@ -322,7 +318,7 @@ def index_shard(shard: Shard) -> RecordIndex:
 def _iterate_samples(shard: Shard, file: BinaryIO) -> Iterator[tuple[str, list[Member]]]:
     """Yield key and members of each sample, by Energon's index or grouped by webdataset."""
     if shard.listed is not None:
-        yield from _list_samples(file, shard.path, *shard.listed.read_samples(shard.path))
+        yield from _list_samples(file, shard.path, shard.listed)
         return
     group_by_keys = _import_library("webdataset.tariterators", "webdataset").group_by_keys
     files = (
@@ -349,12 +345,13 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
 
 
 def _list_samples(
-    file: BinaryIO, path: Path, samples: ListedSamples, end: int
+    file: BinaryIO, path: Path, listed: EnergonIndex
 ) -> Iterator[tuple[str, list[Member]]]:
     """Yield key and members of each sample from Energon's index.
 
     Raise UserError if first or last sample, a record's header or the shard's end differ.
     """
+    samples, end = listed.read_samples(path)
     for number, (key, members) in enumerate(samples):
         if number in (0, len(samples) - 1):
             start = members[0].header
