@@ -70,11 +70,9 @@ def _level_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
 
 def _placement_obstacles(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     """Yield a clause per chunk with encoders, or a language embed, away from the first stage."""
-    stages, schedule, encoders = plan.parallel.pipeline, plan.schedule, plan.pipeline_model.encoders
-    # A model's only projector has no encoder's name.
-    parts = {"projector", *encoders, *(f"{name}_projector" for name in encoders)}
+    stages, schedule = plan.parallel.pipeline, plan.schedule
     for number, stage in enumerate(plan.stages):  # chunks in model order
-        away = [span for span in stage.units if span.part in parts]
+        away = [span for span in stage.units if span.part != LANGUAGE]
         if number and away:
             place = f"stage {schedule.placement.stage_of(number, stages)}"
             if schedule.chunks > 1:

@@ -13,8 +13,6 @@ from omnibal.trainers.export.energon import whole_steps
 from omnibal.trainers.export.exported import ExportInput, shell_word
 from omnibal.trainers.export.layout import PPLayout, all_or_none, layout_of, one_number
 
-Flags = Mapping[str, str | None]  # values of flags by name without dashes, or None for a switch
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
@@ -77,30 +75,19 @@ def recomputed_encoders(plan: Plan) -> str:
     return ", ".join(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
 
 
-def without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are neither False nor None."""
-    return {name: value for name, value in fields.items() if value}
-
-
-def as_flags(fields: Mapping[str, Any]) -> Flags:
-    """Return fields as flags: True as a switch, False and None left out."""
-    return {
-        name.replace("_", "-"): None if value is True else str(value)
-        for name, value in without_defaults(fields).items()
-    }
-
-
-def fp8_flags(plan: Plan) -> Flags:
+def fp8_fields(plan: Plan) -> dict[str, str]:
     """Return FP8 settings as predicted, or nothing without FP8."""
-    flags = {"fp8-format": FP8_FORMAT, "fp8-recipe": TRAINED_FP8.recipe}
-    return flags if plan.precision == "fp8" else {}
+    fields = {"fp8_format": FP8_FORMAT, "fp8_recipe": TRAINED_FP8.recipe}
+    return fields if plan.precision == "fp8" else {}
 
 
-def flag_lines(flags: Flags) -> list[str]:
-    """Return a line per flag, with shell quoting."""
+def flag_lines(fields: Mapping[str, Any]) -> list[str]:
+    """Return a line per field, with shell quoting: True as a switch, False and None left out."""
+    flags = {name.replace("_", "-"): value for name, value in fields.items()}
     return [
-        f"--{name}" if value is None else f"--{name} {shell_word(value)}"
+        f"--{name}" if value is True else f"--{name} {shell_word(str(value))}"
         for name, value in flags.items()
+        if value is not None and value is not False
     ]
 
 

@@ -1,6 +1,7 @@
 """Export for Megatron-LM (core 0.16.1): parallel, layer and batch flags, and packs for Energon."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from omnibal.job.plan import Plan
 from omnibal.model.units import LANGUAGE, model_parts
@@ -16,32 +17,32 @@ def export(given: ExportInput) -> Exported:
     """Return a plan's launch command for Megatron-LM, its packs for Energon, and deviations."""
     plan, batch, files = given.plan, core.Batch.measure(given), energon.energon_files(given)
     layout, has_replicas = core.plan_layout(plan), plan.parallel.data > 1
-    flags = {
-        **core.as_flags(core.parallel_fields(plan)),
-        **_layer_flags_by_name(plan),
-        "seq-length": str(batch.sequence_length),
-        "micro-batch-size": "1",  # a pack
-        "global-batch-size": str(given.packs_per_step),
-        **({} if given.full_steps is None else {"train-iters": str(given.full_steps)}),
-        "calculate-per-token-loss": None,
-        "use-distributed-optimizer": None,
-        **({"overlap-grad-reduce": None, "overlap-param-gather": None} if has_replicas else {}),
-        **({} if plan.precision == "fp32" else {"bf16": None}),
-        **core.fp8_flags(plan),
-        "pretrained-checkpoint": "$MODEL",
+    fields = {
+        **core.parallel_fields(plan),
+        **_layer_fields(plan),
+        "seq_length": batch.sequence_length,
+        "micro_batch_size": 1,  # a pack
+        "global_batch_size": given.packs_per_step,
+        "train_iters": given.full_steps,
+        "calculate_per_token_loss": True,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": has_replicas,
+        "overlap_param_gather": has_replicas,
+        "bf16": plan.precision != "fp32",
+        **core.fp8_fields(plan),
+        "pretrained_checkpoint": "$MODEL",
         "load": "$OUTPUT",
         "save": "$OUTPUT",
-        "save-interval": "500",
+        "save_interval": 500,
         "lr": "$LR",
+        "dataloader_type": "external" if files else None,
+        "data_path": f"$EXPORT/{energon.ENERGON_FOLDER}/meta.yaml" if files else None,
+        "num_workers": given.workers if files else None,
     }
-    if files:
-        flags["dataloader-type"] = "external"
-        flags["data-path"] = f"$EXPORT/{energon.ENERGON_FOLDER}/meta.yaml"
-        flags["num-workers"] = str(given.workers)
     return Exported(
         files=files,
         variables=core.launch_variables(given, SCRIPT=_PROGRAM),
-        command=core.join_command([core.torchrun(plan, '"$SCRIPT"'), *core.flag_lines(flags)]),
+        command=core.join_command([core.torchrun(plan, '"$SCRIPT"'), *core.flag_lines(fields)]),
         settings=f"layout in full: {layout.text}\nlayout in short: {layout.short_text}\n",
         deviations=tuple(_megatron_lm_deviations(plan, batch, bool(files))),
         notes=(*_megatron_lm_notes(plan), *energon.energon_notes(given, files)),
@@ -50,15 +51,14 @@ def export(given: ExportInput) -> Exported:
 
 def layer_flags(plan: Plan) -> list[str]:
     """Return command-line flags of the pipeline split and recomputation."""
-    return core.flag_lines(_layer_flags_by_name(plan))
+    return core.flag_lines(_layer_fields(plan))
 
 
-def _layer_flags_by_name(plan: Plan) -> core.Flags:
-    encoders = {"recompute-vision": None} if core.recomputed_encoders(plan) else {}
+def _layer_fields(plan: Plan) -> dict[str, Any]:
     return {
         **split_flags(core.plan_layout(plan)),
-        **core.as_flags(core.recompute_fields(plan)),
-        **encoders,
+        **core.recompute_fields(plan),
+        "recompute_vision": bool(core.recomputed_encoders(plan)),
     }
 
 

@@ -15,7 +15,7 @@ from omnibal.model.adapter_settings import ALL_LINEAR, AdapterConfig
 from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.trainers.export import megatron_flags as core
-from omnibal.trainers.export.exported import Exported, ExportInput, Writer, script_file
+from omnibal.trainers.export.exported import Exported, ExportInput, Writer, script_file, shell_word
 from omnibal.trainers.export.layout import all_or_none, split_flags
 from omnibal.trainers.export.ms_swift_records import write_rows
 from omnibal.trainers.export.reading_order import sample_numbers
@@ -31,7 +31,7 @@ def export(given: ExportInput) -> Exported:
     plan, overlaps = given.plan, given.plan.parallel.data > 1
     flags = {
         **_data_flags(given),
-        **core.without_defaults(core.parallel_fields(plan)),
+        **_set_fields(core.parallel_fields(plan)),
         **_swift_layer_flags(plan),
         "attention_backend": "flash",
         "micro_batch_size": 1,
@@ -45,7 +45,7 @@ def export(given: ExportInput) -> Exported:
         "overlap_param_gather": overlaps,
         **_frozen_flags(plan),
         "torch_dtype": _DTYPES[plan.precision],
-        **core.fp8_flags(plan),
+        **core.fp8_fields(plan),
     }
     return _make_exported(given, "megatron sft", {"lr": "$LR", **flags})
 
@@ -119,12 +119,17 @@ def layer_flags(plan: Plan) -> list[str]:
 
 
 def _swift_layer_flags(plan: Plan) -> SwiftFlags:
-    recompute = core.without_defaults(core.recompute_fields(plan))
+    recompute = _set_fields(core.recompute_fields(plan))
     return {
         **(split_flags(core.plan_layout(plan)) if plan.parallel.pipeline > 1 else {}),
         **(recompute or {"recompute_granularity": "none"}),  # ms-swift's default is `selective`
         "vit_gradient_checkpointing": _recomputes_encoders(plan),
     }
+
+
+def _set_fields(fields: Mapping[str, Any]) -> SwiftFlags:
+    """Return the fields that are neither False nor None."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def _flag_lines(flags: SwiftFlags) -> list[str]:
@@ -134,7 +139,7 @@ def _flag_lines(flags: SwiftFlags) -> list[str]:
         for name, value in flags.items()
         if value is not None
     }
-    return core.flag_lines(words)
+    return [f"--{name} {shell_word(word)}" for name, word in words.items()]
 
 
 def _recomputes_encoders(plan: Plan) -> bool:

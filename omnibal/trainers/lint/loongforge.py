@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from omnibal.job.plan import Plan
 from omnibal.model.targets import TARGETS, PackRules, RecomputeFreedom, TargetName
 from omnibal.trainers.export.layout import first_layers
-from omnibal.trainers.export.megatron_flags import Flags, flag_lines, plan_layout
+from omnibal.trainers.export.megatron_flags import flag_lines, plan_layout
 
 _MEGATRON_LM = TARGETS[TargetName.MEGATRON_LM]
 LOONGFORGE_TRAINER = _MEGATRON_LM.model_copy(
@@ -25,7 +25,7 @@ def layer_flags(plan: Plan) -> list[str]:
     return flag_lines({**_split_flags(plan), **_recompute_flags(plan)})
 
 
-def _split_flags(plan: Plan) -> Flags:
+def _split_flags(plan: Plan) -> dict[str, str]:
     """Return the flag of layers by stage, or by chunk in model order. Empty for one stage."""
     layout = plan_layout(plan)
     if layout.virtual > 1:
@@ -37,7 +37,7 @@ def _split_flags(plan: Plan) -> Flags:
     return {"custom-pipeline-layers": _join(layout.layers)} if layout.pipeline > 1 else {}
 
 
-def _recompute_flags(plan: Plan) -> Flags:
+def _recompute_flags(plan: Plan) -> dict[str, str]:
     """Return the flags of full recomputation, with a number of first layers per chunk by stage."""
     parts = plan.stages_at(0)
     # LoongForge has one number per stage for all its chunks and towers.
