@@ -54,17 +54,15 @@ class ZeroStage(IntEnum):
     WEIGHTS = 3  # weights, gradients and optimizer state
 
 
-_MEGATRON_FSDP = "data-parallel-sharding-strategy"
 _COMPOSER = "fsdp-config.sharding-strategy"
-_NANOTRON = "zero-stage"
 _ZERO_STAGES = {  # by value of each flag, its default first
-    _MEGATRON_FSDP: {
+    "data-parallel-sharding-strategy": {
         "no_shard": ZeroStage.NOTHING,
         "optim": ZeroStage.OPTIMIZER,
         "optim_grads": ZeroStage.GRADIENTS,
         "optim_grads_params": ZeroStage.WEIGHTS,
     },
-    _NANOTRON: {"0": ZeroStage.NOTHING, "1": ZeroStage.OPTIMIZER},
+    "zero-stage": {"0": ZeroStage.NOTHING, "1": ZeroStage.OPTIMIZER},
     _COMPOSER: {
         "FULL_SHARD": ZeroStage.WEIGHTS,
         "HYBRID_SHARD": ZeroStage.WEIGHTS,
@@ -78,15 +76,18 @@ _REPLICA_FLAGS = ("parallelism.data-parallel-replicate-degree", "distributed.dp-
 def zero_stage(line: LaunchLine) -> ZeroStage:
     """Return the line's ZeRO stage, by its flags or its trainer's default. Raise if unknown."""
     launcher = line.launch.launcher
-    if launcher is Launcher.NANOTRON:
-        return _stage_by_flag(line, _NANOTRON)
-    if launcher is Launcher.LLM_FOUNDRY:
-        return _stage_by_flag(line, _COMPOSER)
-    if launcher not in MEGATRON or line.on("use-torch-fsdp2"):
+    flag = {Launcher.NANOTRON: "zero-stage", Launcher.LLM_FOUNDRY: _COMPOSER}.get(launcher)
+    if flag is None and (launcher not in MEGATRON or line.on("use-torch-fsdp2")):
         return ZeroStage.WEIGHTS
     if line.on("use-megatron-fsdp"):
-        return _stage_by_flag(line, _MEGATRON_FSDP)
-    return ZeroStage(line.on("use-distributed-optimizer", default=launcher not in ARGPARSE))
+        flag = flag or "data-parallel-sharding-strategy"
+    if flag is None:
+        return ZeroStage(line.on("use-distributed-optimizer", default=launcher not in ARGPARSE))
+    stages = _ZERO_STAGES[flag]
+    given = line.text(flag) or next(iter(stages))
+    if given not in stages:
+        raise UserError(f"--{flag} must be {' or '.join(stages)}, got {given}; correct it")
+    return stages[given]
 
 
 def weight_shards(line: LaunchLine, data: int) -> int:
@@ -99,14 +100,6 @@ def weight_shards(line: LaunchLine, data: int) -> int:
     if data % replicas:
         raise UserError(f"{replicas} replicas do not divide {data} data-parallel ranks; mend them")
     return data // replicas
-
-
-def _stage_by_flag(line: LaunchLine, flag: str) -> ZeroStage:
-    stages = _ZERO_STAGES[flag]
-    given = line.text(flag) or next(iter(stages))
-    if given not in stages:
-        raise UserError(f"--{flag} must be {' or '.join(stages)}, got {given}; correct it")
-    return stages[given]
 
 
 _FP8_RECIPES: dict[str, Fp8Recipe] = {recipe: recipe for recipe in get_args(Fp8Recipe)}
