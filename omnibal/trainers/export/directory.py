@@ -98,15 +98,15 @@ def export_input(
     obstacle = next(obstacles(files.plan, files.data, target), None)
     if obstacle is not None:
         raise UserError(f"{obstacle}; plan for it with `omnibal plan --for {target.name}`")
-    annotations = None if data is None else Annotations.open(data)
-    order = None
+    annotations, order = None, None
+    if data is not None:
+        annotations = Annotations.open(data)
+        _check_exported_data(files, annotations)
     if files.plan.data is not None:
         packs, lengths = files.steps
         order = reading_order(packs)
         if target.packs.next_fit:
             order = replace(order, packs=largest_first(order.packs, lengths.tokens))
-    if annotations is not None:
-        _check_exported_data(files, annotations)
     return ExportInput(
         files=files,
         target=target,

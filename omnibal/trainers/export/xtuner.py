@@ -119,10 +119,9 @@ def _xtuner_deviations(given: ExportInput) -> Iterator[str]:
     )
     if plan.model.encoders:
         yield (
-            "PresetPackDataset of XTuner (5cda4fb and 5081ed2, xtuner/v1/datasets/preset_pack.py, "
-            "__getitem__) returns only input_ids, labels and num_tokens: IMAGES ARE LOST, and "
-            "training continues without them. xtuner_packs.py, imported by the settings, repairs "
-            "that; check that your version still needs it."
+            "IMAGES ARE LOST by PresetPackDataset of XTuner (xtuner/v1/datasets/preset_pack.py, "
+            f"5cda4fb), without an error. {_SCRIPT}, imported by the settings, repairs that; check "
+            "that your version still needs it."
         )
 
 
@@ -131,7 +130,7 @@ def _xtuner_notes(given: ExportInput) -> Iterator[str]:
         yield "The plan is of shapes only, without packs to write: plan with --lengths."
         return
     if given.annotations is None:
-        yield from _without_data(given.order, given.lengths)
+        yield _without_data(given.order, given.lengths)
     yield "config.py is yours: the settings above, with the config of your model."
     yield (
         "xtuner_packs.py was tested with a stand-in for XTuner that has its fields. It ends a run "
@@ -140,14 +139,13 @@ def _xtuner_notes(given: ExportInput) -> Iterator[str]:
     yield "Line numbers are XTuner's without filters: keep sample_ratio at 1."
 
 
-def _without_data(order: ScheduledPacks, lengths: Lengths) -> Iterator[str]:
+def _without_data(order: ScheduledPacks, lengths: Lengths) -> str:
     if record_numbers(order, lengths, None) is None:
-        yield (
+        return (
             "No --data was given, and the scan skipped samples of several sources: boundaries.npy, "
             "samples.npy and paths.json are left out, as line numbers are unknown."
         )
-        return
-    yield (
+    return (
         "No --data was given: paths.json has the names of the sources, "
         f"{', '.join(map(repr, lengths.source_names))}. Replace each by the path of its JSONL, as "
         "in DatasetConfig; row k of a source is assumed to be its line k."

@@ -10,7 +10,7 @@ from typing import Any
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.trainers.lint.launch_settings import Launch, Launcher
-from omnibal.trainers.lint.other_trainers import NAMES, OTHER_DEFAULTS, PLAIN
+from omnibal.trainers.lint.other_trainers import NAMES, PLAIN, PROGRAMS
 from omnibal.trainers.lint.script import UNKNOWN
 
 # Long names by short flag of Megatron-Bridge's recipe runner.
@@ -188,7 +188,7 @@ DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
         "freeze-vit": "true",
         "freeze-aligner": "true",
     },
-    **OTHER_DEFAULTS,
+    **{name: {"sequence-parallel": "true", "recompute-method": "uniform"} for name in PROGRAMS},
 }
 
 

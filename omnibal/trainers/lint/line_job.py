@@ -1,6 +1,6 @@
 """Convert a launch line to a job for prediction, with notes on approximated and ignored parts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -135,10 +135,7 @@ def make_line_job(
             int(lengths.tokens.max(initial=0)),
             has_images=any(column.any() for column in lengths.items.values()),
         ),
-        notes=(
-            *notes_on(line, model, chunks_are_simulated=schedule.chunks > 1),
-            *_notes_on_job(line, samples, job),
-        ),
+        notes=tuple(notes_on(line, job, samples, chunks_are_simulated=schedule.chunks > 1)),
     )
 
 
@@ -205,16 +202,6 @@ def runtime_of(line: LaunchLine, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
         recomputed=tuple(name for name in get_args(RecomputedModule) if name in selected),
         fp8=fp8,
     )
-
-
-def _notes_on_job(line: LaunchLine, samples: Lengths | None, job: JobSpec) -> Iterator[str]:
-    if samples is None and line.sizes.experts:
-        yield "mock samples are routed evenly over expert-parallel ranks; --lengths has real ones"
-    is_swift = line.launch.launcher is Launcher.MS_SWIFT
-    if is_swift and samples is not None and not line.on("packing"):
-        yield "the line does not pack samples (--packing true), and is predicted as if it did"
-    if job.precision == "fp8" and job.model.encoders:
-        yield "layers of encoders are predicted in bf16, even if the line has them in FP8"
 
 
 def _check_predictable(line: LaunchLine) -> None:

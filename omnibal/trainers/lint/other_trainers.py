@@ -6,6 +6,7 @@ From torchtitan (`config/job_config.py`), NeMo Automodel (recipes' YAML), llm-fo
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from omnibal.model.parallel import WeightSharding
 from omnibal.model.runtime import RuntimeOptions
@@ -41,56 +42,54 @@ _SETTINGS = {
 NAMES = {name: flag for flag, names in _SETTINGS.items() for name in names.split()}
 # llm-foundry's settings without a section, which look like no flag and no override.
 PLAIN = re.compile(r"max_seq_len|(?:device|global)_train_(?:microbatch|batch)_size")
-OTHER_DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
-    launcher: {"sequence-parallel": "true", "recompute-method": "uniform"} for launcher in PROGRAMS
+_TORCH: dict[str, Any] = {
+    "fused_loss": False,
+    "scatters_weights_precision": True,
+    "elementwise_slowdown": 1.5,
+    "plain": True,
+    "kept_logits": 5,
+    "fragmentation": 0.15,
 }
-_STAGE_RULES = StageRules(encoders_on_first=True, head_on_all_tokens=True)
-_SHARDED = (WeightSharding.FULL, WeightSharding.HYBRID, WeightSharding.REPLICATED)
-_TORCH = RuntimeOptions(
-    fused_loss=False,
-    scatters_weights_precision=True,
-    elementwise_slowdown=1.5,
-    plain=True,
-    kept_logits=5,
-    fragmentation=0.15,
-)
-# Fitted on published steps; see docs/results.md.
-_RUNTIMES = {
-    Launcher.TORCHTITAN: _TORCH.model_copy(update={"product_slowdown": 1.2}),
-    Launcher.AUTOMODEL: _TORCH.model_copy(
-        update={"elementwise_slowdown": 1.0, "dispatcher": "flex", "fused_routing": True}
-    ),
-    # Attention by kernels older than FlashAttention-2.
-    Launcher.LLM_FOUNDRY: _TORCH.model_copy(
-        update={"attention_slowdown": 1.75, "elementwise_slowdown": 2.0, "product_slowdown": 1.02}
-    ),
-    Launcher.NANOTRON: _TORCH.model_copy(
-        update={
-            "keeps_gradients": True,
-            "fragmentation": 0.3,
-            "overlap_gradients": False,
-            "overlap_weights": False,
-            "elementwise_slowdown": 2.0,
-            "product_slowdown": 1.12,
-            "host_slowdown": 0.9,
-            "ring_host_us": 220.0,
-            "bucket_bytes": 25 * 2**20,
-        }
-    ),
-}
+# Changed options were fitted on published steps; see docs/results.md.
 TRAINERS: Mapping[Launcher, TrainerConstraints] = {
     launcher: TrainerConstraints(
         title=title,
         version=version,
-        stages=_STAGE_RULES,
-        shardings=_SHARDED,
+        stages=StageRules(encoders_on_first=True, head_on_all_tokens=True),
+        shardings=(WeightSharding.FULL, WeightSharding.HYBRID, WeightSharding.REPLICATED),
         has_adapters=True,
-        runtime=_RUNTIMES[launcher],
+        runtime=RuntimeOptions(**_TORCH | changed),
     )
-    for launcher, title, version in (
-        (Launcher.TORCHTITAN, "torchtitan", "0.2"),
-        (Launcher.AUTOMODEL, "NeMo Automodel", "0.3"),
-        (Launcher.LLM_FOUNDRY, "llm-foundry", "0.22"),
-        (Launcher.NANOTRON, "nanotron", "0.4"),
+    for launcher, title, version, changed in (
+        (Launcher.TORCHTITAN, "torchtitan", "0.2", {"product_slowdown": 1.2}),
+        (
+            Launcher.AUTOMODEL,
+            "NeMo Automodel",
+            "0.3",
+            {"elementwise_slowdown": 1.0, "dispatcher": "flex", "fused_routing": True},
+        ),
+        (
+            Launcher.LLM_FOUNDRY,
+            "llm-foundry",
+            "0.22",
+            # Attention by kernels older than FlashAttention-2.
+            {"attention_slowdown": 1.75, "elementwise_slowdown": 2.0, "product_slowdown": 1.02},
+        ),
+        (
+            Launcher.NANOTRON,
+            "nanotron",
+            "0.4",
+            {
+                "keeps_gradients": True,
+                "fragmentation": 0.3,
+                "overlap_gradients": False,
+                "overlap_weights": False,
+                "elementwise_slowdown": 2.0,
+                "product_slowdown": 1.12,
+                "host_slowdown": 0.9,
+                "ring_host_us": 220.0,
+                "bucket_bytes": 25 * 2**20,
+            },
+        ),
     )
 }

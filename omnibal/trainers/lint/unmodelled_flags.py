@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from omnibal.model.config import ModelConfig
+from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
 from omnibal.model.parallel import expert_counts
 from omnibal.trainers.lint.launch_settings import ARGPARSE, Launcher
 from omnibal.trainers.lint.line import LaunchLine
@@ -15,10 +16,12 @@ def cuts_samples(line: LaunchLine) -> bool:
     return context > 1 and (line.linear is not None or bool(context & (context - 1)))
 
 
-def notes_on(line: LaunchLine, model: ModelConfig, *, chunks_are_simulated: bool) -> Iterator[str]:
-    """Yield notes on flags that the prediction approximates or ignores."""
+def notes_on(
+    line: LaunchLine, job: JobSpec, samples: Lengths | None, *, chunks_are_simulated: bool
+) -> Iterator[str]:
+    """Yield notes on flags that the prediction approximates or ignores; mock data if no samples."""
     launch = line.launch
-    if line.expert_tensor > 1 and expert_counts(model):
+    if line.expert_tensor > 1 and expert_counts(job.model):
         ranks = launch.expert * line.expert_tensor
         yield f"expert tensor size {line.expert_tensor} is predicted as expert size {ranks}"
     if line.virtual is not None and not chunks_are_simulated:
@@ -31,6 +34,13 @@ def notes_on(line: LaunchLine, model: ModelConfig, *, chunks_are_simulated: bool
     if is_full and launch.launcher is Launcher.LOONGFORGE:
         yield "LoongForge's numbers of recomputed layers are assumed to hold for encoders too"
     yield from _notes_on_ranks(line)
+    if samples is None and line.sizes.experts:
+        yield "mock samples are routed evenly over expert-parallel ranks; --lengths has real ones"
+    is_swift = launch.launcher is Launcher.MS_SWIFT
+    if is_swift and samples is not None and not line.on("packing"):
+        yield "the line does not pack samples (--packing true), and is predicted as if it did"
+    if job.precision == "fp8" and job.model.encoders:
+        yield "layers of encoders are predicted in bf16, even if the line has them in FP8"
 
 
 def _notes_on_ranks(line: LaunchLine) -> Iterator[str]:

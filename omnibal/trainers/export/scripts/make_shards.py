@@ -29,9 +29,8 @@ def main() -> None:
     target = FOLDER / "samples"
     if target.exists():
         sys.exit(f"{target} exists already; remove it to write the shards again")
-    part = (
-        FOLDER / "samples.part"
-    )  # renamed when complete, so that an ended run leaves no `samples`
+    # Renamed when complete, so that an ended run leaves no `samples`.
+    part = FOLDER / "samples.part"
     part.mkdir(exist_ok=True)
     with (FOLDER / "samples.jsonl").open(encoding="utf-8") as lines:
         samples = map(json.loads, lines)
