@@ -57,20 +57,21 @@ def lint(
     findings = findings_of(checked)
     starts = can_start(checked, findings)
     unjudged = "not judged, for an unknown flag" if checked.misspelled_flags else "not judged"
-    verdict = {True: "starts", False: "cannot start", None: unjudged}
+    answer = {True: "starts", False: "cannot start", None: unjudged}[starts]
     layers = None if starts is False else layers_by_chunk(checked)  # [stages][chunks]
-    prediction = None if starts is False else cost.predict(checked, sizes)
-    tables, notes = [], [prediction] if isinstance(prediction, str) else []
-    if prediction is not None and not isinstance(prediction, str):
+    verdict, reason = (None, None) if starts is False else cost.predict(checked, sizes)
+    tables, notes = [], [] if reason is None else [reason]
+    if verdict is not None:
         # Memory that does not fit is a finding, but `starts` is about flags only.
-        findings += [] if prediction.finding is None else [prediction.finding]
-        tables, notes = cost_tables(prediction), [*prediction.line_job.notes]
+        findings += filter(None, [verdict.finding])
+        tables, notes = cost_tables(verdict), [*verdict.line_job.notes]
     result = {
         "starts": starts,
         "findings": [finding.model_dump(mode="json") for finding in findings],
         "launch": launch.model_dump(mode="json"),
         "layers_by_chunk": layers,
-        **cost_result(prediction),
+        **cost_result(verdict),
+        "not_predicted": reason,
     }
     parts = [f"TP {launch.tensor}", f"PP {launch.pipeline}", f"CP {launch.context}"]
     parts += [f"DP {checked.data}"] if checked.data is not None else []
@@ -85,8 +86,7 @@ def lint(
     print_result(
         as_json,
         result,
-        f"{verdict[starts]}: {launch.launcher.value}, "
-        f"{launch.gpus or 'unknown'} GPUs, {', '.join(parts)}",
+        f"{answer}: {launch.launcher.value}, {launch.gpus or 'unknown'} GPUs, {', '.join(parts)}",
         *layer_line,
         *(
             f"\n{finding.severity.replace('-', ' ')}: {finding.rule}\n  {finding.message}\n"

@@ -41,28 +41,28 @@ class CostOptions:
         True
     )
 
-    def predict(self, line: "LaunchLine", model: ModelConfig) -> "Verdict | str | None":
-        """Return the prediction, the reason if there is none, or None under --no-cost."""
+    def predict(
+        self, line: "LaunchLine", model: ModelConfig
+    ) -> tuple["Verdict | None", str | None]:
+        """Return the prediction, and the reason if there is none. Both None under --no-cost."""
         from omnibal.trainers.lint.line_job import make_line_job
         from omnibal.trainers.lint.predict_line import Verdict
 
         if not self.cost:
-            return None
+            return None, None
         cluster = changed_cluster(self.cluster, self.memory_gib)
         samples = read_lengths(self.lengths) if self.lengths else None
         try:
-            return Verdict.predict(
-                make_line_job(line, model, cluster, samples, self.image_share, self.sample_tokens)
-            )
+            shapes = samples, self.image_share, self.sample_tokens
+            return Verdict.predict(make_line_job(line, model, cluster, *shapes)), None
         except UserError as error:
-            return f"the cost is not predicted: {error}"
+            return None, f"the cost is not predicted: {error}"
 
 
-def cost_result(verdict: "Verdict | str | None") -> dict[str, Any]:
-    """Return prediction and improvements for JSON, or the reason against a prediction."""
-    result = dict.fromkeys(("prediction", "better", "least_recompute", "not_predicted"))
-    if verdict is None or isinstance(verdict, str):
-        return result | {"not_predicted": verdict}
+def cost_result(verdict: "Verdict | None") -> dict[str, Any]:
+    """Return prediction and improvements for JSON, each None if there is none."""
+    if verdict is None:
+        return dict.fromkeys(("prediction", "better", "least_recompute"))
     job, better, least = verdict.line_job.job, verdict.better, verdict.least
     errors = _published_errors(verdict)
     prediction = {
@@ -79,7 +79,7 @@ def cost_result(verdict: "Verdict | str | None") -> dict[str, Any]:
     }
     faster = better and _advised_result(verdict, better) | {"saved_fraction": verdict.saving}
     smaller = least and _advised_result(verdict, least)
-    return result | {"prediction": prediction, "better": faster, "least_recompute": smaller}
+    return {"prediction": prediction, "better": faster, "least_recompute": smaller}
 
 
 def cost_tables(verdict: "Verdict") -> list[Table | Facts | str]:

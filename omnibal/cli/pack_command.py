@@ -53,12 +53,6 @@ class StepOptions:
     packing: shared.PackingRuleOption = PackingMethod.BALANCED
     seed: shared.SeedOption = 0
     mixture: MixtureOption = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOptions:
-    """Model and cluster whose predicted times are balanced."""
-
     model: Annotated[
         str, typer.Option(metavar="NAME", help=f"of the times to balance: {shared.PRESET}")
     ] = "internvl-chat-1.5-6b-20b"
@@ -71,7 +65,6 @@ def pack(
     lengths: shared.LengthsArgument,
     limits: LimitOptions,
     steps: StepOptions,
-    load: LoadOptions,
     bound: Annotated[bool, typer.Option(help="prove a min number of packs")] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Parquet file to write")
@@ -91,15 +84,15 @@ def pack(
     inputs = [
         *length_files(lengths),
         *mixtures,
-        named_model_file(load.model),
-        config_file("clusters", load.cluster),
+        named_model_file(steps.model),
+        config_file("clusters", steps.cluster),
     ]
     check_files({"-o": output, "--picture": picture}, inputs)
     shared.check_picture(picture)
     check_packs_per_step(steps.dp, steps.micro_batches)
     job = JobSpec(
-        model=named_model(load.model),
-        cluster=load_cluster(load.cluster),
+        model=named_model(steps.model),
+        cluster=load_cluster(steps.cluster),
         parallel=Parallel(pipeline=1, data=steps.dp),
         precision="bf16",
     )

@@ -27,6 +27,9 @@ _MAX_REPETITIONS = 10_000  # hours of timing; more is a typo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureOptions:
+    max_tokens: Annotated[int, shared.count_option("max language tokens per pack")]
+    max_tiles: shared.NeededMaxTilesOption = None
+    limit: shared.LimitOption = None
     tokens_per_sample: Annotated[
         int | None, shared.count_option("of a typical sample (default: mean of --lengths)")
     ] = None
@@ -49,6 +52,12 @@ class MeasureOptions:
     processes: Annotated[
         int, shared.count_option("processes (devices) that measure", most=shared.MOST_PROCESSES)
     ] = 1
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"{shared.PRESET} or TOML to extend")
+    ] = None
+    cluster_output: Annotated[
+        Path | None, typer.Option(help="TOML to write: --cluster with rates")
+    ] = None
 
     def typical_tokens(self) -> int:
         """Return tokens of a typical sample: as given, or the lengths' mean. Raises UserError."""
@@ -85,31 +94,10 @@ def _require_both_or_none(values: Mapping[str, object], reason: str) -> None:
         raise UserError(f"{given[0]} was given without {missing[0]}; {reason}: give both or none")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredCaps:
-    max_tokens: Annotated[int, shared.count_option("max language tokens per pack")]
-    max_tiles: shared.NeededMaxTilesOption = None
-    limit: shared.LimitOption = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredClusterOptions:
-    """Cluster file with measured rates, to plan other models on the device."""
-
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"{shared.PRESET} or TOML to extend")
-    ] = None
-    cluster_output: Annotated[
-        Path | None, typer.Option(help="TOML to write: --cluster with rates")
-    ] = None
-
-
 def profile(
     model: shared.ModelOption,
-    limits: MeasuredCaps,
     output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
     measured: MeasureOptions,
-    preset: MeasuredClusterOptions,
     precision: Annotated[PlainPrecision, typer.Option(help="fp8 is not measured")] = "bf16",
     as_json: shared.JsonOption = False,
 ) -> None:
@@ -122,22 +110,22 @@ def profile(
             raise UserError(f'{package} is not installed; install it with: pip install ".[train]"')
     # Check all inputs here: later every process would report the same mistake.
     lengths = length_files(measured.lengths or [])
-    presets = [] if preset.cluster is None else [config_file("clusters", preset.cluster)]
+    presets = [] if measured.cluster is None else [config_file("clusters", measured.cluster)]
     inputs = [named_model_file(model), *lengths, *measured.data_files(), *presets]
-    check_files({"-o": output, "--cluster-output": preset.cluster_output}, inputs)
+    check_files({"-o": output, "--cluster-output": measured.cluster_output}, inputs)
     _require_both_or_none(
-        {"--cluster": preset.cluster, "--cluster-output": preset.cluster_output},
+        {"--cluster": measured.cluster, "--cluster-output": measured.cluster_output},
         "a cluster file needs the cluster to add measured rates to, and the file to write",
     )
-    base = None if preset.cluster is None else load_cluster(preset.cluster)
+    base = None if measured.cluster is None else load_cluster(measured.cluster)
     profiled_model = named_model(model)
-    caps = shared.limits_given(limits.limit, limits.max_tiles, limits.max_tokens)
+    caps = shared.limits_given(measured.limit, measured.max_tiles, measured.max_tokens)
     obstacle = model_obstacle(profiled_model)
     if obstacle is not None:
         raise UserError(f"{obstacle}, so it cannot be measured: plan it without --profile")
     check_limits(caps, profiled_model.item_features, profiled_model.name)
     tokens_per_sample = measured.typical_tokens()
-    for path in filter(None, (output, preset.cluster_output)):
+    for path in filter(None, (output, measured.cluster_output)):
         path.parent.mkdir(parents=True, exist_ok=True)
     options = {
         "--model": model,
@@ -166,8 +154,8 @@ def profile(
             raise typer.Exit(returncode)
         result = read_profile(written)
         residuals = fit_residuals(result, profiled_model)
-    if base is not None and preset.cluster_output is not None:
-        with atomic(preset.cluster_output) as written:
+    if base is not None and measured.cluster_output is not None:
+        with atomic(measured.cluster_output) as written:
             written.write_text(config_toml(with_measured_rates(base, result)))
     print_result(
         as_json,

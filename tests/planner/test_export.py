@@ -305,7 +305,7 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
         ((plan, "--to", folder, "--data", tmp_path / "fewer.jsonl"), "has 299 samples, and the"),
         ((plan, "--to", folder, "--data", folder), "is or holds"),
         ((plan, "--to", plan / "export"), f"is inside {plan}"),
-        ((plan, "--to", folder, "--data", plan / "packs.parquet"), "is Parquet, as of lengths"),
+        ((plan, "--to", folder, "--data", plan / "packs.parquet"), "or Parquet of lengths"),
         ((plan, "--to", folder, "--data", tmp_path / "counted"), "JSONL it was made from"),
         ((plan, "--to", folder, "--data", plan), "is a folder"),
         ((plan, "--to", folder, "--data", broken), "must be one of system, human"),
