@@ -1,7 +1,6 @@
 """Tables of commands' results; `report/plan_tables.py` has tables that the page has too."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from omnibal.job.plan import Plan
@@ -119,22 +118,23 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     tried = [strategy.sizing for strategy in search.ranking]
     tried += [candidate.sizing for candidate in search.ruled_out]
     names: list[str] = [*max((sizing.parallel.sizes for sizing in tried), key=len)]
+    caps = search.best.caps.names
+    has_shards = any(sizing.parallel.sharded > 1 for sizing in tried)
     has_placements = len({sizing.placement for sizing in tried}) > 1
     has_levels = not all(are_plain(strategy.levels) for strategy in search.ranking)
-    levels = ["levels"] if has_levels else []
-    has_shards = any(sizing.parallel.sharded > 1 for sizing in tried)
-    plan = (*search.best.caps.names, *levels, "recom-\nputed", "GiB")
+    keys = [*names, *["weights\nover"] * has_shards, *["encoders"] * has_placements]
+    plan = [*caps, *["levels"] * has_levels, "recom-\nputed", "GiB"]
 
     def sizes(sizing: "Sizing") -> list[str]:
         cells = [str(sizing.parallel.sizes.get(name, 1)) for name in names]
         cells += [str(sizing.parallel.sharded)] * has_shards
-        return [*cells, sizing.placement.value] if has_placements else cells
+        return cells + [sizing.placement.value] * has_placements
 
     fastest = [
         (
             *sizes(strategy.sizing),
             *(f"{cap:,}" for cap in strategy.caps.values),
-            *(str(len(strategy.levels)) for _ in levels),
+            *[str(len(strategy.levels))] * has_levels,
             str(strategy.recomputed_layers),
             f"{strategy.peak_gib:.1f}",
             f"{strategy.samples_per_second:,.2f}",
@@ -148,21 +148,13 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         rate = "" if bound is None else f"< {bound:,.2f}"
         rate = rate if estimate is None else f"~ {estimate:,.2f}"
         others.append((*sizes(candidate.sizing), *len(plan) * ("",), rate, candidate.why))
-    over_best = Column(title="over best", style="left")
     return Table.of_rows(
         f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per "
         f"step, memory of {cap_gib:.1f} GiB",
-        (
-            *names,
-            *["weights\nover"] * has_shards,
-            *["encoders"] * has_placements,
-            *plan,
-            "samples\nper s",
-            over_best,
-        ),
+        (*keys, *plan, "samples\nper s", Column(title="over best", style="left")),
         fastest,
         others,
-        keys=len(names) + has_shards + has_placements,
+        keys=len(keys),
     )
 
 
@@ -234,18 +226,19 @@ def _factor_row(name: str, predicted_ms: float, measured_ms: float) -> TableRow:
 
 
 def replan_facts(planned: "Replanned") -> Facts:
-    entries = [("step, new plan", milliseconds(planned.step_ms))]
-    if planned.before_ms is not None:
-        entries.insert(0, ("step, earlier plan by the same costs", milliseconds(planned.before_ms)))
-        entries.append(("gain", percent(planned.gain)))
-    if planned.fit is not None:
-        entries.insert(0, ("step, measured median", milliseconds(planned.fit.step_ms)))
-    plan = planned.plan
+    fit, before_ms, plan = planned.fit, planned.before_ms, planned.plan
     layers = [
         "+".join(str(stage.number_of_layers(tower)) for tower in plan.pipeline_model.towers)
         for stage in plan.merge_chunks(plan.stages)
     ]
-    return Facts("New plan", [*entries, ("layers of each stage", ", ".join(layers))])
+    entries = {
+        "step, measured median": milliseconds(fit.step_ms) if fit else None,
+        "step, earlier plan by the same costs": milliseconds(before_ms) if before_ms else None,
+        "step, new plan": milliseconds(planned.step_ms),
+        "gain": percent(planned.gain) if before_ms else None,
+        "layers of each stage": ", ".join(layers),
+    }
+    return Facts.of("New plan", entries)
 
 
 def replan_summary(planned: "Replanned") -> dict[str, Any]:
@@ -254,7 +247,7 @@ def replan_summary(planned: "Replanned") -> dict[str, Any]:
         "step_ms": planned.step_ms,
         "before_ms": planned.before_ms,
         "gain": planned.gain,
-        "parallel": planned.plan.parallel.model_dump(),
+        "parallel": planned.plan.parallel,
     }
     if fit is None:
         return summary
@@ -264,7 +257,7 @@ def replan_summary(planned: "Replanned") -> dict[str, Any]:
         "noise": fit.noise,
         "update_factor": fit.refit.update,
         "kinds": {kind.name: kind.factor for kind in fit.kinds},
-        "stages": [asdict(stage) for stage in fit.stages],
+        "stages": fit.stages,
     }
 
 
@@ -340,31 +333,27 @@ def plan_facts(
     plan: Plan, prediction: Prediction, sharding: "ShardingChoice", schedule: "ScheduleChoice"
 ) -> Facts:
     """Return facts on the job, its prediction, and the choices of sharding and schedule."""
-    parallel, exchange = plan.parallel, prediction.exchange
-    entries = [
-        ("devices", f"{parallel.world_size} = {parallel}, {plan.cluster.device}"),
-        ("data", _data_text(plan)),
-        ("step", milliseconds(prediction.step_ms, 4)),
-        ("pipeline idle time", f"{percent(prediction.bubble_fraction)} of the step"),
-    ]
-    if schedule.reason:
-        entries.append(("schedule", schedule.reason))
-    if exchange.total_ms:
-        exposed = f"{milliseconds(exchange.exposed_ms)} exposed"
-        entries.append(("data-parallel exchange", f"{milliseconds(exchange.total_ms)}, {exposed}"))
-    if prediction.samples_per_second_per_gpu is not None:
-        per_second = prediction.samples_per_second_per_gpu * parallel.world_size
-        entries.append(("samples per second", f"{per_second:,.2f}"))
-    if prediction.gpu_days is not None:
-        entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
-    if plan.adapters is not None:
-        entries.append(("adapters", plan.adapters.summary))
-        known = {*plan.adapters.parts, *plan.frozen}
-        fully = [part for part in model_parts(plan.model) if part not in known]
-        entries.append(("fully trained", ", ".join(fully) or "nothing"))
-    if parallel.sharded > 1:
-        entries.append(("weights", f"{parallel.sharding}, sharded over {parallel.sharded} ranks"))
-    if sharding.others:
-        entries.append(("other shardings", sharding.reason))
-    entries.append(("costs from", prediction.cost_source))
-    return Facts("Plan", [*entries, ("error of such predictions", str(errors_of_plan(plan)))])
+    parallel, exchange, days = plan.parallel, prediction.exchange, prediction.gpu_days
+    rate, exposed = prediction.samples_per_second_per_gpu, milliseconds(exchange.exposed_ms)
+    known = {*(plan.adapters.parts if plan.adapters else ()), *plan.frozen}
+    fully = [part for part in model_parts(plan.model) if part not in known]
+    sharded = f"{parallel.sharding}, sharded over {parallel.sharded} ranks"
+    entries = {
+        "devices": f"{parallel.world_size} = {parallel}, {plan.cluster.device}",
+        "data": _data_text(plan),
+        "step": milliseconds(prediction.step_ms, 4),
+        "pipeline idle time": f"{percent(prediction.bubble_fraction)} of the step",
+        "schedule": schedule.reason,
+        "data-parallel exchange": (
+            f"{milliseconds(exchange.total_ms)}, {exposed} exposed" if exchange.total_ms else None
+        ),
+        "samples per second": None if rate is None else f"{rate * parallel.world_size:,.2f}",
+        "device days": None if days is None else f"{days:,.3g}",
+        "adapters": plan.adapters.summary if plan.adapters else None,
+        "fully trained": (", ".join(fully) or "nothing") if plan.adapters else None,
+        "weights": sharded if parallel.sharded > 1 else None,
+        "other shardings": sharding.reason,
+        "costs from": prediction.cost_source,
+        "error of such predictions": str(errors_of_plan(plan)),
+    }
+    return Facts.of("Plan", entries)

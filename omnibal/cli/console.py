@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
@@ -22,9 +23,12 @@ def print_notes(notes: Iterable[str], prefix: str = "note: ") -> None:
 
 
 def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts | str) -> None:
-    """Print a result as a JSON object, or as tables and sentences."""
+    """Print a result as a JSON object, or as tables and sentences.
+
+    Values of `result` may be paths, enums, dataclasses and pydantic models.
+    """
     if as_json:
-        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.write(json.dumps(to_jsonable_python(result)) + "\n")
         return
     console = Console()
     for part in readable:

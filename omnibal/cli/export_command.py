@@ -61,13 +61,13 @@ def export(
     expected = made.expected
     result: dict[str, Any] = {
         "target": name,
-        "folder": str(to),
+        "folder": to,
         "files": made.files,
         "command": made.exported.script,
         "settings": made.exported.settings,
         "given_up": made.exported.deviations,
         "notes": made.exported.notes,
-        "expected": expected.model_dump(mode="json"),
+        "expected": expected,
     }
     entries = [
         ("Steps", "-" if expected.steps is None else f"{expected.steps:,}"),

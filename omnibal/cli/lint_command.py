@@ -67,8 +67,8 @@ def lint(
         tables, notes = cost_tables(verdict), [*verdict.line_job.notes]
     result = {
         "starts": starts,
-        "findings": [finding.model_dump(mode="json") for finding in findings],
-        "launch": launch.model_dump(mode="json"),
+        "findings": findings,
+        "launch": launch,
         "layers_by_chunk": layers,
         **cost_result(verdict),
         "not_predicted": reason,

@@ -64,7 +64,6 @@ def cost_result(verdict: "Verdict | None") -> dict[str, Any]:
     if verdict is None:
         return dict.fromkeys(("prediction", "better", "least_recompute"))
     job, better, least = verdict.line_job.job, verdict.better, verdict.least
-    errors = _published_errors(verdict)
     prediction = {
         **_costed_result(verdict, verdict.line),
         "tokens_per_second_per_gpu": verdict.tokens_per_second_per_gpu,
@@ -74,7 +73,7 @@ def cost_result(verdict: "Verdict | None") -> dict[str, Any]:
         "fits": verdict.finding is None,
         "cost_source": verdict.line.prediction.cost_source,
         "kind": verdict.line_job.kind,
-        "published_errors": None if errors is None else errors.model_dump(mode="json"),
+        "published_errors": _published_errors(verdict),
         "notes": list(verdict.line_job.notes),
     }
     faster = better and _advised_result(verdict, better) | {"saved_fraction": verdict.saving}
@@ -146,20 +145,18 @@ def _prediction_facts(verdict: "Verdict") -> Facts:
     sizes, tokens = line_job.job.parallel, verdict.tokens_per_second_per_gpu
     memory = max(verdict.line.memory, key=lambda stage: stage.device_gib)  # the fullest stage
     torch = f"torch {memory.reserved_gib:,.1f}, its tensors {memory.allocated_gib:,.1f}"
-    entries = [
-        ("devices", f"{sizes.world_size:,} of {line_job.job.cluster.name}"),
-        ("step", f"{verdict.line.step_ms:,.1f} ms"),
-        ("memory", f"{memory.device_gib:,.1f} GiB at most; {torch}"),
-        ("pipeline idle time", f"{prediction.bubble_fraction:.1%} of the step"),
-        ("tokens per second", f"{tokens * sizes.world_size:,.0f}, {tokens:,.0f} a device"),
-    ]
-    if prediction.samples_per_second_per_gpu is not None:
-        per_second = prediction.samples_per_second_per_gpu * sizes.world_size
-        entries.append(("samples per second", f"{per_second:,.2f}"))
-    entries.append(("costs from", prediction.cost_source))
-    none = f"no published step of {line_job.kind} was at hand"
-    entries.append(("error of such predictions", str(_published_errors(verdict) or none)))
-    return Facts("Prediction", entries)
+    rate, none = prediction.samples_per_second_per_gpu, f"no published step of {line_job.kind}"
+    entries = {
+        "devices": f"{sizes.world_size:,} of {line_job.job.cluster.name}",
+        "step": f"{verdict.line.step_ms:,.1f} ms",
+        "memory": f"{memory.device_gib:,.1f} GiB at most; {torch}",
+        "pipeline idle time": f"{prediction.bubble_fraction:.1%} of the step",
+        "tokens per second": f"{tokens * sizes.world_size:,.0f}, {tokens:,.0f} a device",
+        "samples per second": None if rate is None else f"{rate * sizes.world_size:,.2f}",
+        "costs from": prediction.cost_source,
+        "error of such predictions": str(_published_errors(verdict) or f"{none} was at hand"),
+    }
+    return Facts.of("Prediction", entries)
 
 
 def _published_errors(verdict: "Verdict") -> "PublishedErrors | None":

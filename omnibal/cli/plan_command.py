@@ -388,12 +388,12 @@ def _print_plan(
     print_notes(notes)
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
     summary["image_share"] = None if plan.shapes is None else tables.share_of_images(plan)
-    summary["window"] = None if windows is None else asdict(windows)
+    summary["window"] = windows
     summary["levels"] = results.levels_of_plan(plan, packs)
     summary |= results.balance_of(result)
     if plan.model.encoders:
         summary["encoder"] = {
-            "placement": choice.chosen.value,
+            "placement": choice.chosen,
             "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
             "data_parallel_step_ms": choice.step_ms(EncoderPlacement.DATA_PARALLEL),
             "reason": choice.reason,
@@ -404,23 +404,16 @@ def _print_plan(
         size = StepSamples.count(packs)
         summary["step"] = {**asdict(size), "source": planned.step_source}
         lines.append(tables.step_text(size, planned.step_source))
-    summary["step_sizes"] = [asdict(rate) for rate in rates]
+    summary["step_sizes"] = rates
     if len(rates) > 1:
         lines.append(tables.rates_text(rates))
     summary |= planned.sharding.as_dict() | planned.schedule.as_dict()
     phases = results.phases_of_plan(result)
-    summary["phases"] = [asdict(phase) for phase in phases]
+    summary["phases"] = phases
     strategies: list[Any] = []
     if search is not None:
         summary["strategies"] = [
-            {
-                **asdict(strategy),
-                "parallel": strategy.parallel.model_dump(mode="json"),
-                "caps": strategy.caps.model_dump(mode="json"),
-                "lost": strategy.lost.model_dump(mode="json"),
-                "schedule": strategy.schedule.chosen.model_dump(mode="json"),
-                "levels": [level.model_dump(mode="json") for level in strategy.levels],
-            }
+            {**asdict(strategy), "caps": strategy.caps, "schedule": strategy.schedule.chosen}
             for strategy in search.ranking
         ]
         summary["strategies_gap"] = search.gap
@@ -448,7 +441,6 @@ def _print_plan(
 def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     # Scripts read `vision_layers` for every model, even without such a tower.
     towers = dict.fromkeys(("vision", "language", *plan.model.towers))
-    errors = errors_of_plan(plan)
     return {
         "stages": [
             {
@@ -466,14 +458,14 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         ],
         "step_ms": prediction.step_ms,
         "ideal_step_ms": prediction.lost.ideal_ms,
-        "lost_ms": prediction.lost.model_dump(),
-        "exchange": prediction.exchange.model_dump(),
+        "lost_ms": prediction.lost,
+        "exchange": prediction.exchange,
         "bubble_fraction": prediction.bubble_fraction,
         "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
         "gpu_days": prediction.gpu_days,
         "memory_cap_gib": memory_cap_gib(plan.cluster),
         "cost_source": prediction.cost_source,
-        "published_errors": errors if isinstance(errors, str) else errors.model_dump(mode="json"),
+        "published_errors": errors_of_plan(plan),
         "packs": plan.data.packs if plan.data else None,
         "steps": plan.data.steps if plan.data else None,
     }

@@ -30,7 +30,7 @@ def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str,
         stages = plan.merge_chunks(plan.stages_at(index))
         entries.append(
             {
-                **level.caps.model_dump(mode="json"),
+                **level.caps.model_dump(),
                 "context": level.context,
                 "packs": pack_count,
                 "samples": sample_count,

@@ -22,7 +22,7 @@ def presets(as_json: JsonOption = False) -> None:
             | {"hub_ids": ids.get(model.name, [])}
             for model, parameters in counted
         ],
-        "clusters": [cluster.model_dump(mode="json") for cluster in clusters],
+        "clusters": clusters,
     }
     print_result(
         as_json,

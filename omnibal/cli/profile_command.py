@@ -4,7 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -160,9 +160,9 @@ def profile(
     print_result(
         as_json,
         {
-            "profile": str(output),
+            "profile": output,
             "provider": result.provider,
-            "residuals": [asdict(residual) for residual in residuals],
+            "residuals": residuals,
         },
         tables.residuals_table(residuals, result.provider),
     )

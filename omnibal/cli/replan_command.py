@@ -53,5 +53,5 @@ def replan(
     planned = replan_run(files, log, gpus, after, ConsoleListener())
     save_plan(planned.result, output)
     tables = [] if planned.fit is None else [misprediction_table(planned.fit)]
-    summary = replan_summary(planned) | {"plan": str(output)}
+    summary = replan_summary(planned) | {"plan": output}
     print_result(as_json, summary, *tables, replan_facts(planned), f"plan: {output}")

@@ -1,7 +1,6 @@
 """`omnibal report`: write the HTML page of a plan, its replay and its run."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +54,7 @@ def report(
         rates = Roofline.of_cluster(shown.plan.cluster, shown.plan.precision)
         result["fake_device"] = [stage.figures(rates) for stage in shown.fake_stages]
     if shown.run is not None:
-        result["run"] = asdict(shown.run)
+        result["run"] = shown.run
         if shown.plan.prediction is not None:
             result["predicted_step_ms"] = shown.plan.prediction.step_ms
     if shown.time is not None:
@@ -64,7 +63,7 @@ def report(
     if shown.evaluation is not None:
         result["accuracy"] = {kind.kind: kind.accuracy for kind in shown.evaluation.kinds}
         result["chance"] = {kind.kind: kind.chance for kind in shown.evaluation.kinds}
-    result["report"] = str(output)
+    result["report"] = output
     advice = result.get("advice", ())
     print_result(as_json, result, *_tables(shown), *advice, f"report: {output}")
 

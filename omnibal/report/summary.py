@@ -176,7 +176,7 @@ def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
         "predicted_step_ms": replay.predicted_step_ms,
         "bubble_fraction": replay.idle_fraction,
         "recompute_fraction": replay.recompute_fraction,
-        "lost_ms": replay.lost.model_dump(),
+        "lost_ms": replay.lost,
         "forward_ms": replay.forward_ms.tolist(),
         "backward_ms": replay.backward_ms.tolist(),
         "recompute_ms": replay.recompute_ms.tolist(),

@@ -168,5 +168,10 @@ class Facts:
     title: str
     entries: Sequence[tuple[str, str | Marked]]
 
+    @classmethod
+    def of(cls, title: str, entries: Mapping[str, str | Marked | None]) -> "Facts":
+        """Return the entries whose value is neither None nor empty."""
+        return cls(title, [(name, value) for name, value in entries.items() if value])
+
     def __rich__(self) -> Table:
         return Table.of_rows(self.title, (Column(title="", style="left"), ""), self.entries)
