@@ -46,7 +46,7 @@ def before_and_after(title: str, steps: Sequence[ShownStep]) -> Figure:
 def key_figures(step: ShownStep, first: ShownStep) -> str:
     """Return the step's figures in words, with its speed relative to the first step's."""
     rate, first_rate = (shown.samples / shown.step_ms for shown in (step, first))
-    waited = float(step.timeline.wait_ms.mean()) / step.step_ms
+    waited = 1 - float(step.timeline.busy_ms.mean()) / step.step_ms
     recomputed = float(step.recompute_ms.sum() / step.timeline.busy_ms.sum())
     text = f"{milliseconds(step.step_ms)} for {step.samples:,} samples; {number(1000 * rate)} per s"
     if step is not first:

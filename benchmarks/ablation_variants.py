@@ -204,7 +204,7 @@ def _unbalanced_plan(
         stages=stages,
         cluster=job.cluster,
         data=_data_plan(job, packs, lengths),
-        prediction=predict(cost, model, job.parallel, [stages], packs, workload),
+        prediction=predict(cost, job.parallel, [stages], packs, workload),
     )
     return PlanResult(plan=plan, data=(packs, lengths), cost_source=job.cost_source, search=None)
 
@@ -249,10 +249,10 @@ def _search_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
     workload = Workload.build(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
     pipeline, again = job.parallel.pipeline, recomputing_cost(cost)
     search = search_stages(SplitTask(again, model, workload, pipeline, job.cap_bytes))
-    cuts = list(accumulate(stage.size for stage in search.stages[:-1]))
+    cuts = list(accumulate(sum(map(len, stage.units)) for stage in search.stages[:-1]))
     layers = [(len(s.layers("vision")), len(s.layers("language"))) for s in search.stages]
     stages = stages_from_cuts(model, cuts, layers)  # the found stages, all layers recomputed
-    prediction = predict(cost, model, job.parallel, [stages], packs, workload)
+    prediction = predict(cost, job.parallel, [stages], packs, workload)
     plan = balanced.plan.model_copy(update={"stages": stages, "prediction": prediction})
     return replace(balanced, plan=plan, search=replace(search, stages_at=(stages,)))
 

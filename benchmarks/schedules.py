@@ -17,11 +17,12 @@ from goals import Job
 from omnibal import training_job
 from omnibal.base.errors import DoesNotFit
 from omnibal.job.plan_data import SampleData
-from omnibal.job.planner import PlanRequest, make_plan, search_chunks
+from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.pack_settings import PackSettings
+from omnibal.pipeline.chunk_search import search_parts
 from omnibal.search.schedule_choice import schedules_of
 
 OTHER_SCHEDULES = frozenset({"interleaved", "zb-h1", "zb-v"})
@@ -91,7 +92,8 @@ def compare_schedules(row: Row, micro_batches: int, effort: float) -> str:
     for schedule in schedules_of(OTHER_SCHEDULES, request.job):
         other = PlanRequest(job=request.job, data=request.data, schedule=schedule)
         try:
-            search = search_chunks(other, other.workload(), effort)
+            task = other.job.split_task(other.workload(), other.data.levels, schedule)
+            search = search_parts(task, effort)
         except DoesNotFit:
             continue
         results.append((search.step_ms, search.gap, f"{schedule.name} x {schedule.chunks}"))

@@ -279,10 +279,10 @@ def recompute_again(
     layer_ms = np.array([unit.recompute_ms @ mean for unit in cost.units.values()])[layers]
     recomputed = []
     for table, stage in zip(pareto_tables(cost, packs, len(stages)), stages, strict=True):
-        counts = unit_counts(cost.kinds, stage)[None]
+        counts = unit_counts(cost.kinds, stage.units)[None]
         sets = useful_sets(table, counts, np.stack([layer_ms, layer_ms]), cap).fitting.layers
         recomputed.append(sets[(sets @ layer_ms).argmin()].tolist())
-    cuts = np.cumsum([stage.size for stage in stages])[:-1].tolist()
+    cuts = np.cumsum([sum(map(len, stage.units)) for stage in stages])[:-1].tolist()
     return stages_from_cuts(model, cuts, recomputed)
 
 

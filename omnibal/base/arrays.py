@@ -8,6 +8,13 @@ import numpy as np
 T = TypeVar("T")
 
 
+def expand_ranges(first: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row and the value of every integer of ranges of `number` integers [rows] from
+    `first` [rows] on."""
+    row, before = np.repeat(np.arange(len(number)), number), np.cumsum(number) - number
+    return row, np.arange(len(row)) + np.repeat(first - before, number)
+
+
 def rows_of(table: T, rows: Any, *without: str) -> T:
     """Return a dataclass with `rows` (mask, indices or slice) of its array fields.
 

@@ -284,14 +284,15 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
     if not paths:
         raise UserError("no lengths file was given; pass at least one Parquet or JSON file")
     parts = [part for path in paths for part in _read_lengths_file(path)]
-    lengths = parts[0] if len(parts) == 1 else _join_parts(parts)
+    lengths = parts[0] if len(parts) == 1 else join_lengths(parts)
     if not len(lengths):
         raise UserError(f"{', '.join(map(str, paths))}: holds no sample; give at least one")
     _check_item_counts(lengths, paths)
     return lengths
 
 
-def _join_parts(parts: Sequence[Lengths]) -> Lengths:
+def join_lengths(parts: Sequence[Lengths]) -> Lengths:
+    """Return the samples of all parts in turn, with rows as their indices."""
     names = tuple(dict.fromkeys(name for part in parts for name in part.source_names))
     codes = [
         np.array([names.index(name) for name in part.source_names], np.int32)[part.source]

@@ -13,7 +13,7 @@ from omnibal.job.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_pl
 from omnibal.job.plan_data import model_of_lengths
 from omnibal.job.plan_files import PlanFiles, iterate_portions, make_job, read_plan_data
 from omnibal.job.plan_portions import count_through_run, portion_of_step, read_portion
-from omnibal.job.planner import predict_memories, predict_plan, scale_prediction
+from omnibal.job.planner import check_memory, predict_memories, predict_plan, scale_prediction
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layer_kinds import ExpertsConfig
@@ -27,7 +27,6 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.packing.shares import shares_of
 from omnibal.packing.steps import most_slots, steps_of
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import check_stages
 
 _TRAINED_ENCODERS = {"vision": (TilesEncoder, ImagesEncoder), "audio": (ClipsEncoder,)}
@@ -177,8 +176,8 @@ def _check_settings(plan: Plan) -> list[str]:
     if hashes is None:  # not written by `omnibal plan`
         return []
     actual = SettingsHashes.compute(plan.model, plan.data)
-    for part in ("model", "data"):
-        if dict(hashes)[part] != dict(actual)[part]:
+    for (part, planned), (_, found) in zip(hashes, actual, strict=True):
+        if planned != found:
             raise UserError(
                 f"`{part}` of plan.json was edited, as settings_sha256 differs: restore `{part}`, "
                 f"{_REPLAN}, or remove settings_sha256 if the edit is meant"
@@ -368,17 +367,10 @@ def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
     else:
         prediction = predict_plan(plan, job, packs, workload)
         memories = [stage.memory for stage in prediction.stages]
-    peaks = np.array([memory.peak_gib for memory in memories])
-    worst, cap_gib = int(peaks.argmax()), job.memory_cap_gib
-    if not fits_cap(peaks[worst], cap_gib):
-        raise UserError(
-            f"stage {worst} is predicted to need {peaks[worst]:.2f} GiB, but may fill "
-            f"{cap_gib:.2f} GiB of a {plan.cluster.memory_gib:g} GiB {plan.cluster.device}; "
-            "recompute more layers, raise --pp or --tp, or lower the caps"
-        )
+    passed = check_memory(memories, job)
     if plan.prediction is not None and not to_train:
         _check_prediction(plan.prediction, prediction)
-    return f"the fullest stage is predicted to need {peaks[worst]:.2f} of {cap_gib:.2f} GiB"
+    return passed
 
 
 def _check_prediction(stored: Prediction, predicted: Prediction) -> None:

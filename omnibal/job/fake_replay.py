@@ -151,12 +151,10 @@ class FakeStage(StageResult):
 
 
 FAKE_REPLAY_FILES = StageFiles(
-    name="fake-device replay",
     identity=FakeReplayInfo,
     result=FakeStage,
     info_file="fake_device.json",
     prefix="fake_device",
-    remedy="count again with tools/replay.py --fake-device, into another directory",
 )
 
 

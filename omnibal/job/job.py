@@ -19,7 +19,6 @@ from omnibal.cost.setting import CostSetting
 from omnibal.cost.sharding_costs import ShardedExchange, exposed_columns, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
-from omnibal.job.filling import worth_filling
 from omnibal.job.plan import Plan
 from omnibal.model.adapter_settings import AdapterConfig, adapter_mistake
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
@@ -45,6 +44,12 @@ from omnibal.pipeline.split_task import SplitTask, check_stage_rules
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
+
+_PLAN_FIELDS = (
+    *("model", "precision", "parallel", "frozen", "adapters", "cluster"),
+    "data_parallel_encoders",
+)
+"""Fields that a job and its plan share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,7 +84,12 @@ class JobSpec:
                 "or a model with encoders"
             )
         # Cheap checks first: counting costs takes seconds.
-        self._check_limits()
+        trainer = self.trainer
+        if self.has_data_parallel_encoders and trainer.stages != FREE:
+            raise UserError(
+                f"{trainer.title} has no data-parallel encoders: give --encoder pipeline, or "
+                "leave --for out"
+            )
         self.check_sizes(self.parallel)
         cost, exchange = with_host_waits(self._unit_costs()), None
         if self.parallel.sharded > 1:
@@ -137,22 +147,6 @@ class JobSpec:
         }
         return replace(cost, units=cost.units | encoders)
 
-    def _check_limits(self) -> None:
-        """Raise UserError if the trainer supports precision or placement at no parallel size."""
-        trainer = self.trainer
-        if self.precision == "fp8" and not (
-            trainer.name is None or trainer.runtime.transformer_engine
-        ):
-            raise UserError(
-                f"--precision fp8 needs Transformer Engine, which {trainer.title} does not use: "
-                "plan in bf16"
-            )
-        if self.has_data_parallel_encoders and trainer.stages != FREE:
-            raise UserError(
-                f"{trainer.title} has no data-parallel encoders: give --encoder pipeline, or "
-                "leave --for out"
-            )
-
     def check_sizes(self, parallel: Parallel) -> None:
         """Raise UserError if model, cluster, precision or trainer do not support these sizes."""
         self.trainer.check_sizes(parallel)
@@ -168,13 +162,21 @@ class JobSpec:
                 f"most {key_heads}"
             )
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
-        if parallel.sharded > 1 and self.precision == "fp8":
+        if self.precision != "fp8":
+            return
+        if not (is_own or self.trainer.runtime.transformer_engine):
+            raise UserError(
+                f"--precision fp8 needs Transformer Engine, which {self.trainer.title} does not "
+                "use: plan in bf16"
+            )
+        if parallel.sharded > 1:
             raise UserError(
                 "--precision fp8 excludes sharded weights: leave it out, or give --sharding "
                 "replicated"
             )
-        if self.precision == "fp8":  # raises for products with sizes that FP8 does not support
-            layer_products(self.model, parallel, self.precision)
+        layer_products(
+            self.model, parallel, self.precision
+        )  # raises for sizes FP8 does not support
 
     def split_obstacle(self, schedule: PipelineSchedule) -> str | None:
         """Return why this project's trainer cannot split the schedule's backwards, or None."""
@@ -275,22 +277,15 @@ class JobSpec:
         """Return the job that a plan is for, with costs from `cost_source`."""
         encoders = plan.data_parallel_encoders
         return cls(
-            model=plan.model,
-            cluster=plan.cluster,
-            parallel=plan.parallel,
-            precision=plan.precision,
-            frozen=plan.frozen,
-            adapters=plan.adapters,
+            **{name: getattr(plan, name) for name in _PLAN_FIELDS},
             cost_source=cost_source,
             placement=EncoderPlacement.DATA_PARALLEL if encoders else EncoderPlacement.PIPELINE,
-            data_parallel_encoders=encoders,
             trainer=trainer_of(plan.made_for),
         )
 
     def plan(self, **fields: Any) -> Plan:
         """Return a plan of this job with `fields` as its other fields."""
-        names = ("model", "precision", "parallel", "frozen", "adapters", "cluster")
-        settings = {name: getattr(self, name) for name in (*names, "data_parallel_encoders")}
+        settings = {name: getattr(self, name) for name in _PLAN_FIELDS}
         return Plan(**settings | {"made_for": self.trainer.name} | fields)
 
     def allows(self, parallel: Parallel) -> bool:
@@ -345,10 +340,6 @@ class JobSpec:
             for tensor in tensors
             if tensor.what == ROUTED
         }
-
-    def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-        """Return whether samples cost less in a level's free space, bool [levels, samples]."""
-        return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
 
 
 def costs_and_sizes(

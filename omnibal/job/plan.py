@@ -180,10 +180,6 @@ class PlannedLevel(Level):
 
     recompute: tuple[tuple[SpanText, ...], ...]  # layers to recompute, per entry of `Plan.stages`
 
-    @property
-    def plain_level(self) -> Level:
-        return Level(**{name: getattr(self, name) for name in Level.model_fields})
-
 
 class SettingsHashes(Frozen):
     """SHA-256 of a plan's settings, to detect edits of plan.json."""
@@ -260,7 +256,7 @@ class Plan(Frozen):
         model a trained unit of any tower.
         """
         kinds, before = unit_kinds(self.model), self.stages[: cut + 1]
-        upstream = {name for stage in before for name in stage_units(kinds, stage)}
+        upstream = {name for stage in before for name in stage_units(kinds, stage.units)}
         if self.data_parallel_encoders is not None:
             upstream |= {kind.name for kind in kinds if kind.tower != LANGUAGE}
         names = upstream & trained_kinds(self.model, self.frozen, self.adapters)
@@ -336,7 +332,8 @@ class Plan(Frozen):
     def pack_levels(self) -> tuple[Level, ...]:
         """Levels of the packs, at least one."""
         if self.levels:
-            return tuple(level.plain_level for level in self.levels)
+            plain = ({n: value for n, value in level if n != "recompute"} for level in self.levels)
+            return tuple(Level(**settings) for settings in plain)
         shapes = self.data or self.shapes
         assert shapes is not None
         return (Level(caps=shapes.caps),)
@@ -385,21 +382,15 @@ class Plan(Frozen):
         encoders, key = self.data_parallel_encoders, "data_parallel_encoders"
         if encoders is None:
             return self
-        names = set(self.model.encoders)
-        for field in ("items_per_pass", "kept_items", "item_ms"):
+        fields, names = ("items_per_pass", "kept_items", "item_ms"), set(self.model.encoders)
+        squares = set(takes_whole_samples(self.model))
+        for field, needed in (*((field, names) for field in fields), ("square_ms", squares)):
             given = set(dict(encoders)[field])
-            if not names or given != names:
+            if given != needed or not names:
                 raise ValueError(
                     f"{key}.{field} has {words(sorted(given)) or 'no encoder'}, and must have "
-                    f"the encoders of {self.model.name}: {words(sorted(names)) or 'none'}"
+                    f"{words(sorted(needed)) or 'none'} of {self.model.name}"
                 )
-        squares = set(takes_whole_samples(self.model))
-        if set(encoders.square_ms) != squares:
-            raise ValueError(
-                f"{key}.square_ms has {words(sorted(encoders.square_ms)) or 'no encoder'}, and "
-                f"must have the native-resolution encoders of {self.model.name}: "
-                f"{words(sorted(squares)) or 'none'}"
-            )
         sizes = self.parallel
         _check_divides(f"{key}.pipelines", encoders.pipelines, sizes.data, "data-parallel ranks")
         _check_divides(f"{key}.sharded", encoders.sharded, sizes.world_size, "ranks of the job")

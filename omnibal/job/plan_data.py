@@ -14,9 +14,11 @@ from omnibal.data.lengths import (
     check_positions,
     clip_sizes,
     draw_samples,
+    image_rule,
     tile_sizes,
 )
 from omnibal.data.native_resolution import Segments, sizes_of
+from omnibal.job.filling import worth_filling
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, DataPortion, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
@@ -117,7 +119,8 @@ class SampleData:
         may_fill = None
         # A filler sample lengthens the exchange of a shared pack, so only cheap ones may fill.
         if len(self.levels) > 1 and self.settings.fill is FillRule.COST:
-            may_fill = job.worth_filling(self.lengths, self.levels)
+            costs = job.costs_at(self.levels)
+            may_fill = worth_filling(costs, job.pipeline_model, self.lengths, self.levels)
         return pack_epochs(self.lengths, self.settings, self.levels, may_fill, rules=self.rules)
 
     def with_steps(self, job: JobSpec, packs: Sequence[Packs] | None = None) -> Self:
@@ -435,45 +438,30 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     """Return the model with the scan's chat template and tiling or pixels; raise if it differs."""
-    tiles, needed = (origin.image_size, origin.tokens_per_tile), tile_sizes(model)
-    clips = clip_sizes(model)
-    with_images = "with" if origin.images else "without"
-    # The first message that holds is raised.
-    differences = {
-        f"for {_tiles_in_words(tiles)}, but {model.name} has {_tiles_in_words(needed)}": (
-            tiles != needed
-        ),
-        f"for a model {with_images} images at native resolution, unlike {model.name}": (
-            (origin.images is None) != (model.images is None)
-        ),
-        f"for {origin.clips or 'no recordings'}, but {model.name} has {clips or 'no recordings'}": (
-            origin.clips != clips
-        ),
-        f"with system_message {origin.system_message!r}, but {model.name} has "
-        f"{model.system_message!r}": origin.system_message != model.system_message,
-    }
-    tower, rule = model.images, origin.images
-    if tower is not None and rule is not None:
+    tower, rule, needed_rule = model.images, origin.images, image_rule(model)
+    if needed_rule is not None and rule is not None:
         pixels = {"min_pixels": rule.min_pixels, "max_pixels": rule.max_pixels}
-        differences[
-            f"for images in patches of {rule.patch_size} pixels, by rule {rule.resize!r} and text "
-            f"{rule.image_text.each!r}, unlike {model.name} (or its videos differ)"
-        ] = tower.image_rule.model_copy(update=pixels) != rule
-    wrong = [difference for difference, holds in differences.items() if holds]
-    if wrong:
-        raise UserError(
-            f"the lengths were scanned {wrong[0]}; scan them for this model with `omnibal lengths`"
-        )
+        needed_rule = needed_rule.model_copy(update=pixels)
+    settings = {  # of the scan and of the model
+        "pixels and tokens per tile": (
+            (origin.image_size, origin.tokens_per_tile),
+            tile_sizes(model),
+        ),
+        "images at native resolution by": (rule, needed_rule),
+        "recordings in": (origin.clips, clip_sizes(model)),
+        "system_message": (origin.system_message, model.system_message),
+    }
+    for name, (scanned, needed) in settings.items():
+        if scanned != needed:
+            raise UserError(
+                f"the lengths were scanned with {name} {scanned!r}, but {model.name} has "
+                f"{needed!r}; scan them for this model with `omnibal lengths`"
+            )
     model = model.model_copy(update={"chat_template": origin.chat_template})
     if tower is not None and rule is not None:
         (name,) = (name for name, encoder in model.encoders.items() if encoder is tower)
         return model.with_tower(name, **pixels)
     return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
-
-
-def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:
-    pixels, tokens = sizes
-    return "no images" if pixels is None else f"tiles of {pixels} pixels and {tokens} tokens"
 
 
 def describe_data(packs: ScheduledPacks, lengths: Lengths, **settings: Any) -> DataPlan:

@@ -41,7 +41,7 @@ from omnibal.job.plan_portions import (
     read_portion,
     write_portions,
 )
-from omnibal.job.planner import PlanResult, check_memory, order_micro_batches
+from omnibal.job.planner import PlanResult, check_memory, order_micro_batches, predict_memories
 from omnibal.model.levels import are_plain
 from omnibal.packing.balance_metrics import milestones, seen_by_step
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
@@ -204,8 +204,11 @@ def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Pat
         packs, _ = data.schedule(job)
         if is_ordered:
             packs = order_micro_batches(plan, job, packs, lengths, effort=_LATER_EFFORT)
-        name = f"portion {place.number} of epoch {place.epoch}"
-        check_memory(plan, job, packs, lengths, name)
+        workload = job.workload(packs, lengths, levels)
+        try:
+            check_memory(predict_memories(plan, job, workload), job)
+        except UserError as error:
+            raise UserError(f"portion {place.number} of epoch {place.epoch}: {error}") from error
         return packs
 
     portions = write_portions(samples, schedule, directory)

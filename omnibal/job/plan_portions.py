@@ -5,7 +5,7 @@
 0 in the portion; `count_through_run` numbers steps and epochs through the run, for the trainer.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, starmap
 from pathlib import Path
@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.data.image_sizes import ImageSizes
-from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.data.lengths import Lengths, join_lengths, read_lengths, write_lengths
 from omnibal.job.plan import LENGTHS_FILE, DataPlan, DataPortion, portion_folder, portion_packs_file
 from omnibal.job.plan_data import count_data
 from omnibal.model.limits import Caps
@@ -137,17 +136,12 @@ def join_portions(
         parts.append(replace(packs, packs=packs.packs.of_rows(place)))
         if steps is not None or index < data.portions_per_epoch:
             lengths_parts.append(lengths.take(rows))
-    image_sizes = [part.image_sizes for part in lengths_parts if part.image_sizes is not None]
     rows_of_parts = [part.annotation_indices(np.arange(len(part))) for part in lengths_parts]
-    all_rows = np.concatenate(rows_of_parts)
+    all_rows, settings = np.concatenate(rows_of_parts), lengths_parts[0]
     lengths = replace(
-        lengths_parts[0],
-        items=_concatenate([part.items for part in lengths_parts]),
-        squares=_concatenate([part.squares for part in lengths_parts]),
-        image_sizes=ImageSizes.join(image_sizes) if image_sizes else None,
-        tokens=np.concatenate([part.tokens for part in lengths_parts]),
-        loss_tokens=np.concatenate([part.loss_tokens for part in lengths_parts]),
-        source=np.concatenate([part.source for part in lengths_parts]),
+        join_lengths(lengths_parts),
+        origin=settings.origin,
+        repeats=settings.repeats,
         sample=all_rows,
     )
     # Samples come once per epoch in packs, but once in lengths.
@@ -158,7 +152,3 @@ def join_portions(
     joined = ScheduledPacks.join(parts)
     samples = np.searchsorted(places, joined.packs.samples)
     return replace(joined, packs=replace(joined.packs, samples=samples)), lengths
-
-
-def _concatenate(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}

@@ -17,7 +17,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule, baseline_stages
-from omnibal.pipeline.chunk_search import Effort, search_parts
+from omnibal.pipeline.chunk_search import search_parts
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.loader_time import StageReading
 from omnibal.pipeline.partition import SearchResult, search_stages
@@ -25,7 +25,7 @@ from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction, StageMemory
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import apply_slots, order_slots
-from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
+from omnibal.pipeline.stage_memory import fits_cap, stage_memories
 from omnibal.pipeline.workload import Workload
 
 DealtPacks = tuple[ScheduledPacks, Lengths]  # packs dealt to ranks, and all lengths
@@ -130,10 +130,9 @@ def make_plan(
     is_1f1b = request.schedule == ONE_FORWARD_ONE_BACKWARD
     # The encoder search simulates 1F1B. Another schedule keeps settings chosen before.
     if job.has_data_parallel_encoders and (is_1f1b or job.data_parallel_encoders is None):
-        encoding = search_encoders(placement_problem(job, workload, levels), effort)
-        job = replace(job, data_parallel_encoders=encoding.data_parallel_encoders)
-        stages_at, search = encoding.search.stages_at, encoding.search
-        workload = job.workload(packs, lengths, levels)
+        encoders, search = search_encoders(placement_problem(job, workload, levels), effort)
+        job = replace(job, data_parallel_encoders=encoders)
+        stages_at, workload = search.stages_at, job.workload(packs, lengths, levels)
     elif is_1f1b:
         task = job.split_task(workload, levels)
         if request.split.is_joint:
@@ -142,7 +141,7 @@ def make_plan(
         else:
             stages_at = (baseline_stages(request.split, task),)
     if not is_1f1b:
-        search = search_chunks(replace(request, job=job), workload, effort)
+        search = search_parts(job.split_task(workload, levels, request.schedule), effort)
         stages_at = search.stages_at
     described = request.data.describe(packs, job)
     data = described if isinstance(described, DataPlan) else None
@@ -171,12 +170,6 @@ def make_plan(
         search=search,
         cost_source=job.cost_source,
     )
-
-
-def search_chunks(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
-    """Return the best chunks for the request's schedule; raise DoesNotFit if none fits memory."""
-    task = request.job.split_task(workload, request.data.levels, request.schedule)
-    return search_parts(task, Effort(share=effort))
 
 
 def make_ordered_plan(request: PlanRequest) -> PlanResult:
@@ -211,7 +204,6 @@ def order_micro_batches(
 
 def predict_plan(plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload) -> Prediction:
     """Return the prediction of a plan on `packs`, whose micro-batches are `workload`."""
-    cost, stages_at = job.cost_of_all(plan.pack_levels), plan.stages_at_levels
     profile, reading = job.cost_source.profile, None
     if profile is not None and profile.reading is not None:
         reading = StageReading.build(
@@ -222,20 +214,9 @@ def predict_plan(plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Work
             has_data_parallel_encoders=plan.data_parallel_encoders is not None,
             ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),
         )
-    prediction = predict(
-        cost,
-        plan.pipeline_model,
-        plan.parallel,
-        stages_at,
-        packs,
-        workload,
-        reading,
-        plan.schedule,
-    )
-    if plan.data is not None:
-        return prediction
-    # One step of mock samples gives no throughput of a dataset.
-    return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
+    real_packs, cost = None if plan.data is None else packs, job.cost_of_all(plan.pack_levels)
+    stages_at = plan.stages_at_levels
+    return predict(cost, plan.parallel, stages_at, real_packs, workload, reading, plan.schedule)
 
 
 def predict_memories(plan: Plan, job: JobSpec, workload: Workload) -> list[StageMemory]:
@@ -244,17 +225,17 @@ def predict_memories(plan: Plan, job: JobSpec, workload: Workload) -> list[Stage
     return stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
 
 
-def check_memory(
-    plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, name: str
-) -> None:
-    """Raise UserError, with `name` for the packs, if they exceed the memory cap on the stages."""
-    memories = predict_memories(plan, job, job.workload(packs, lengths, plan.pack_levels))
-    peak, cap_gib = max(memory.peak_gib for memory in memories), job.memory_cap_gib
+def check_memory(memories: Sequence[StageMemory], job: JobSpec) -> str:
+    """Return a sentence of the fullest stage; raise UserError if it exceeds the memory cap."""
+    peaks, cap_gib = [memory.peak_gib for memory in memories], job.memory_cap_gib
+    peak = max(peaks)
     if not fits_cap(peak, cap_gib):
         raise UserError(
-            f"{name} needs {peak:.2f} GiB on the stages planned for the first portion, and a "
-            f"device may fill {cap_gib:.2f} GiB: lower --memory-gib a little, for more headroom"
+            f"stage {peaks.index(peak)} is predicted to need {peak:.2f} GiB, but may fill "
+            f"{cap_gib:.2f} GiB of a {job.cluster.memory_gib:g} GiB {job.cluster.device}; "
+            "recompute more layers, raise --pp or --tp, or lower the caps or --memory-gib"
         )
+    return f"the fullest stage is predicted to need {peak:.2f} of {cap_gib:.2f} GiB"
 
 
 def extend_to_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanResult:
@@ -276,10 +257,7 @@ def placement_problem(
 ) -> PlacementProblem:
     """Return the input of `search_encoders`."""
     return PlacementProblem(
-        cost=job.cost_of_all(levels),
+        task=job.split_task(workload, levels),
         features=feature_names_at(job.cost.features, levels),
-        model=job.pipeline_model,
         encoders=job.encoders_costs,
-        workload=workload,
-        memory_cap_bytes=job.memory_cap_gib * GIB,
     )

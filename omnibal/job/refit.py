@@ -24,7 +24,7 @@ from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.runlog import RunInfo, StepRecord
 from omnibal.model.units import ENCODER_WAITS_MS
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
-from omnibal.pipeline.unit_runs import recomputed_counts, unit_counts
+from omnibal.pipeline.unit_runs import unit_counts
 from omnibal.pipeline.workload import Workload
 
 MIN_MEASURED_STEPS = 5  # min measured steps, so that one slow step decides nothing
@@ -240,10 +240,10 @@ def _terms_of_rows(
     features = workload.features_of(cost).reshape(len(workload), levels, -1)
     # Logged passes exclude the wait for encoders.
     features = np.where(np.isin(base, ENCODER_WAITS_MS), 0.0, features)
-    held = np.stack([unit_counts(cost.kinds, stage) for stage in plan.stages])
+    held = np.stack([unit_counts(cost.kinds, stage.units) for stage in plan.stages])
     recomputed = np.stack(
         [
-            [recomputed_counts(cost.kinds, stage) for stage in stages]
+            [unit_counts(cost.kinds, stage.recompute) for stage in stages]
             for stages in plan.stages_at_levels
         ]
     )  # [levels, parts, kinds]

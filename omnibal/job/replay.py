@@ -51,12 +51,10 @@ AnyStageResult = TypeVar("AnyStageResult", bound=StageResult)
 class StageFiles(Generic[AnyIdentity, AnyStageResult]):
     """Names and formats of one kind of replay's files in a directory."""
 
-    name: str
     identity: type[AnyIdentity]
     result: type[AnyStageResult]
     info_file: str
     prefix: str  # of file names, before the stage's number
-    remedy: str  # end of error messages about bad files
 
     def file_of(self, directory: Path, stage: int) -> Path:
         return directory / f"{self.prefix}_{stage}.json"
@@ -75,17 +73,16 @@ class StageFiles(Generic[AnyIdentity, AnyStageResult]):
         if kept != identity:
             differs = [name for name, value in identity if value != dict(kept)[name]]
             raise UserError(
-                f"{directory}: holds a {self.name} with another {differs[0]}, which cannot be "
-                f"continued: {self.remedy}"
+                f"{directory}: holds a replay with another {differs[0]}, which cannot be "
+                f"continued: {_REPLAY_REMEDY}"
             )
 
     def identity_of(self, directory: Path, plan_sha256: str) -> AnyIdentity:
-        kept = read_json_model(self.identity, directory / self.info_file, self.remedy)
+        kept = read_json_model(self.identity, directory / self.info_file, _REPLAY_REMEDY)
         if kept.plan_sha256 != plan_sha256:
             raise UserError(
-                f"{directory}: is the {self.name} of another plan (sha256 "
-                f"{kept.plan_sha256[:12]}, not {plan_sha256[:12]}): give this plan's, or "
-                f"{self.remedy}"
+                f"{directory}: is the replay of another plan (sha256 {kept.plan_sha256[:12]}, not "
+                f"{plan_sha256[:12]}): give this plan's, or {_REPLAY_REMEDY}"
             )
         return kept
 
@@ -99,11 +96,9 @@ class StageFiles(Generic[AnyIdentity, AnyStageResult]):
             path = self.file_of(directory, stage)
             if not path.exists():
                 continue
-            result = read_json_model(self.result, path, self.remedy)
+            result = read_json_model(self.result, path, _REPLAY_REMEDY)
             if result.stage != stage:
-                raise UserError(
-                    f"{path}: holds stage {result.stage}, but is named for {stage}: {self.remedy}"
-                )
+                raise UserError(f"{path}: holds stage {result.stage}: {_REPLAY_REMEDY}")
             results.append(result)
         return tuple(results)
 
@@ -150,12 +145,7 @@ class StageReplay(StageResult):
 
 
 REPLAY_FILES = StageFiles(
-    name="replay",
-    identity=ReplayInfo,
-    result=StageReplay,
-    info_file=INFO_FILE,
-    prefix="stage",
-    remedy=_REPLAY_REMEDY,
+    identity=ReplayInfo, result=StageReplay, info_file=INFO_FILE, prefix="stage"
 )
 
 

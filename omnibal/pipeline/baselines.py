@@ -82,12 +82,6 @@ def baseline_stages(split: SplitRule, task: SplitTask) -> tuple[Stage, ...]:
     """Return the stages of a baseline method and rule. Raise DoesNotFit if no tried split fits."""
     method, rule, cost, model = split.method, split.recompute, task.cost, task.model
     workload, memory_cap_bytes = task.workload, task.memory_cap_bytes
-    if cost.levels > 1:
-        raise UserError(
-            f"partition method {method} was given with packs of {cost.levels} levels; only the "
-            "method omnibal recomputes differently at each level: leave out --method and "
-            "--recompute, or plan with --packing-levels 1"
-        )
     if method == PartitionMethod.OMNIBAL or rule == RecomputeRule.CHEAPEST:
         raise UserError(
             f"partition method {method} was given with recompute rule {rule}; cheapest belongs to "
@@ -98,7 +92,7 @@ def baseline_stages(split: SplitRule, task: SplitTask) -> tuple[Stage, ...]:
     mean = workload.features.mean(axis=0)
     has_backward = np.array([unit.backward_ms.any() for unit in cost.units.values()])
     weights = unit_weights(method, cost, model, mean)
-    every_cuts = [balanced_cuts(weights, _layer_mask(model), task.stages)]
+    every_cuts = [balanced_cuts(weights, layer_mask(model), task.stages)]
     if method == PartitionMethod.BMP:  # other candidates to run
         every_cuts += bmp_candidates(cost, model, mean, every_cuts[0])
     splits: list[_Split] = []
@@ -106,7 +100,7 @@ def baseline_stages(split: SplitRule, task: SplitTask) -> tuple[Stage, ...]:
         # The fewest recomputed layers of the rule that fit.
         recomputed, peaks = [], []
         for stage, table in zip(stages_from_cuts(model, cuts), tables, strict=True):
-            counts = unit_counts(table.kinds, stage)
+            counts = unit_counts(table.kinds, stage.units)
             options = _recompute_options(rule, table.kinds, stage, has_backward)
             option_peaks = table.peak_bytes(counts, options)
             fits = fits_cap(option_peaks, memory_cap_bytes)
@@ -135,7 +129,7 @@ def unit_weights(
         case PartitionMethod.PARAMETER:
             return np.array([unit.parameters for unit in units], np.float64)
         case PartitionMethod.LAYER:
-            return _layer_mask(model).astype(np.float64)
+            return layer_mask(model).astype(np.float64)
         case _:
             return np.array([unit.forward_ms @ mean_features for unit in units])
 
@@ -173,7 +167,7 @@ def bmp_candidates(
 ) -> list[Cuts]:
     """Return the best splits within `radius` of the anchor, by variance plus communication."""
     weights = unit_weights(PartitionMethod.PROFILE, cost, model, mean_features)
-    runs = _run_weights(weights, _layer_mask(model))
+    runs = _run_weights(weights, layer_mask(model))
     mean_stage_ms = weights.sum() / (len(anchor) + 1)
     variance_ms = (runs - mean_stage_ms) ** 2 / mean_stage_ms
     units = len(weights)
@@ -211,7 +205,8 @@ _Split = tuple[tuple[Stage, ...], np.ndarray]
 """Stages of a recompute rule and peak bytes [stages], above the cap only if nothing fits."""
 
 
-def _layer_mask(model: ModelConfig) -> np.ndarray:
+def layer_mask(model: ModelConfig) -> np.ndarray:
+    """Return whether each unit of the model is a layer, bool [units]."""
     is_layer = {kind.name: kind.is_layer for kind in unit_kinds(model)}
     return np.array([is_layer[name] for name in unit_names(model)])
 
@@ -229,7 +224,7 @@ def _recompute_options(
 ) -> np.ndarray:
     """Return the rule's recompute options for a stage, fewest layers first. [options, kinds]"""
     can = {kind.name: kind.is_layer and has for kind, has in zip(kinds, has_backward, strict=True)}
-    layers = [name for name in stage_units(kinds, stage) if can[name]]
+    layers = [name for name in stage_units(kinds, stage.units) if can[name]]
     first = [[layers[:number].count(kind.name) for kind in kinds] for number in range(len(layers))]
     every = [layers.count(kind.name) for kind in kinds]
     options = {RecomputeRule.NONE: [[0] * len(kinds)], RecomputeRule.FULL: [every]}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.linalg import block_diag
 
+from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
 from omnibal.model.units import unit_names
 from omnibal.pipeline.critical_path import SampledSteps, TermLayout
@@ -240,7 +241,7 @@ def possible_runs(task: SplitTask) -> Runs:
     for link in (layout.send, layout.receive):
         sent = unit_terms[sequence[end - 1], link]
         terms[:, link] = np.where((end < len(sequence))[:, None], sent, 0.0)
-    once = per_step_costs_of_units(cost, counts[:, None]).at(np.s_[:, 0])
+    once = rows_of(per_step_costs_of_units(cost, counts[:, None]), np.s_[:, 0])
     terms[:, layout.reduction], terms[:, layout.gather] = once.reduction_ms, once.gather_ms
     terms[:, layout.tied], terms[:, layout.optimizer] = once.tied_ms, once.update_ms
     terms[:, layout.buckets] = once.buckets

@@ -20,7 +20,7 @@ from omnibal.base.arrays import rows_of
 from omnibal.base.errors import DoesNotFit
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.model.units import unit_names
-from omnibal.pipeline.baselines import balanced_cuts
+from omnibal.pipeline.baselines import balanced_cuts, layer_mask
 from omnibal.pipeline.bounds import Runs, possible_runs
 from omnibal.pipeline.critical_path import PartTerms, PipelineSimulator, SampledSteps
 from omnibal.pipeline.operation_graph import held_in_passes, schedule_graph
@@ -36,7 +36,7 @@ from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_search import move_cuts
 from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import PerStepCosts, per_step_costs_of_units, select_pass
-from omnibal.pipeline.stage_memory import GIB, fits_cap, heavy_tables, stage_memories, unit_bytes
+from omnibal.pipeline.stage_memory import GIB, fits_cap, heavy_tables, stage_memories, state_bytes
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 
 _MAX_OPERATIONS = 250_000_000  # simulated, over all candidates and rows: about 5 s of a core
@@ -46,17 +46,6 @@ _MOVES_PER_KICK = 3  # random moves applied to the best cuts before improving ag
 _MAX_VAIN_RESTARTS = 10
 _MAX_TIGHTENINGS = 4  # max searches, each with lower caps if the full check finds a higher peak
 _MIN_CUT_GAIN = 1e-9  # relative gain required of a better candidate
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Effort:
-    """Work limit of a search."""
-
-    share: float = 1.0  # share of `_MAX_OPERATIONS` and `_MAX_VAIN_RESTARTS`
-    max_cuts: float = np.inf  # max cuts evaluated; limits the time for short steps
-
-
-FULL_EFFORT = Effort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +95,6 @@ class PartProblem:
             ],
         )
 
-    def with_caps(self, caps_bytes: np.ndarray) -> "PartProblem":
-        """Return the problem with other memory caps of stages [p]."""
-        numbers = [
-            of_stage.on(of_stage.tables, cap_bytes)
-            for of_stage, cap_bytes in zip(self.numbers, caps_bytes.tolist(), strict=True)
-        ]
-        return replace(self, numbers=numbers)
-
     @property
     def parts(self) -> int:
         return self.task.stages * self.task.schedule.chunks
@@ -124,8 +105,12 @@ class PartProblem:
         return np.array(self.task.schedule.parts_of(self.parts))
 
 
-def search_parts(task: SplitTask, effort: Effort = FULL_EFFORT) -> SearchResult:
+def search_parts(task: SplitTask, effort: float = 1.0, *, max_cuts: float = np.inf) -> SearchResult:
     """Return the fastest parts found for the task's schedule, in model order.
+
+    Args:
+        effort: share of `_MAX_OPERATIONS` and `_MAX_VAIN_RESTARTS`.
+        max_cuts: max cuts evaluated; limits the time for short steps.
 
     Raises:
         DoesNotFit: no fitting parts are found.
@@ -137,33 +122,38 @@ def search_parts(task: SplitTask, effort: Effort = FULL_EFFORT) -> SearchResult:
     for _ in range(_MAX_TIGHTENINGS):
         search = _Search(
             problem=problem,
-            work_left=effort.share * _MAX_OPERATIONS,
-            max_cuts=effort.max_cuts,
-            max_in_vain=math.ceil(effort.share * _MAX_VAIN_RESTARTS),
+            work_left=effort * _MAX_OPERATIONS,
+            max_cuts=max_cuts,
+            max_in_vain=math.ceil(effort * _MAX_VAIN_RESTARTS),
         )
         search.run(best)
         simulated += search.simulated
         best = search.best
         if best is None:
-            raise _no_cut_error(problem)
+            break
         _, recomputed, _ = _fit_candidates(problem, [best])
         layers = recomputed[0][:, layer_kinds(cost.kinds)].tolist()
         stages_at = (stages_from_cuts(task.model, best.edges[1:-1], layers),) * cost.levels
         memories = stage_memories(cost, stages_at, task.workload, task.schedule)
         peaks = np.array([memory.peak_gib for memory in memories]) * GIB
         if fits_cap(peaks, cap_bytes).all():
-            break
+            packs = sampled_steps(task.workload)
+            step_ms = float(simulate_levels(cost, stages_at, packs, task.schedule).step_ms.mean())
+            return SearchResult(
+                stages_at=stages_at,
+                step_ms=step_ms,
+                lower_bound_ms=min(min_work_ms(problem), step_ms),
+                simulated=simulated,
+            )
         caps_bytes = caps_bytes * np.minimum(cap_bytes / peaks, 1)
-        problem = problem.with_caps(caps_bytes)
-    else:
-        raise _no_cut_error(problem)
-    packs = sampled_steps(task.workload)
-    step_ms = float(simulate_levels(cost, stages_at, packs, task.schedule).step_ms.mean())
-    return SearchResult(
-        stages_at=stages_at,
-        step_ms=step_ms,
-        lower_bound_ms=min(min_work_ms(problem), step_ms),
-        simulated=simulated,
+        pairs = zip(problem.numbers, caps_bytes.tolist(), strict=True)
+        numbers = [of_stage.on(of_stage.tables, stage_cap) for of_stage, stage_cap in pairs]
+        problem = replace(problem, numbers=numbers)
+    raise DoesNotFit(
+        f"no cut of {task.model.name} into {problem.parts} parts was found for schedule "
+        f"{task.schedule.name} that fits the memory cap of {cap_bytes / GIB:.2f} GiB per device",
+        "raise the memory cap, plan for schedule 1f1b, use more pipeline stages or tensor "
+        "parallelism, or pack to smaller caps",
     )
 
 
@@ -257,16 +247,14 @@ class _Search:
         units = [cost.units[name] for name in names]
         forward_ms = np.array([unit.forward_ms @ mean for unit in units])
         backward_ms = np.array([unit.backward_ms @ mean for unit in units])
-        kinds = {kind.name: kind for kind in cost.kinds}
-        is_layer = np.array([kinds[name].is_layer for name in names])
         orders = (0,) * stages
         # If memory is short, parts of even activations and state may fit.
         kept = np.array([unit.activation_bytes @ mean for unit in units])
-        state = np.array([unit_bytes(cost, unit) for unit in units])
+        state = np.array([state_bytes(cost, unit).sum() for unit in units])
         # The minimum content of the first part by the rules counts as one unit here.
         first = int(problem.runs.end[problem.runs.start == 0].min())
         begins = np.r_[0, first : len(names)]
-        has_layer = np.logical_or.reduceat(is_layer, begins)
+        has_layer = np.logical_or.reduceat(layer_mask(problem.task.model), begins)
         starts = []
         for weights in (forward_ms + backward_ms, forward_ms, kept * stages + state):
             cuts = balanced_cuts(np.add.reduceat(weights, begins), has_layer, problem.parts)
@@ -310,31 +298,29 @@ class _Search:
             candidate for candidate in dict.fromkeys(candidates) if candidate not in self.found_ms
         ]
         if new:
-            self._simulate(new, limit_ms)
+            self.found_ms |= zip(new, self._simulate(new, limit_ms).tolist(), strict=True)
         return np.array([self.found_ms[candidate] for candidate in candidates])
 
-    def _simulate(self, candidates: list[CutCandidate], limit_ms: float) -> None:
-        problem = self.problem
+    def _simulate(self, candidates: Sequence[CutCandidate], limit_ms: float) -> np.ndarray:
+        """Return `_evaluate` of candidates that were not evaluated yet, and keep the best. [C]"""
+        problem, found_ms = self.problem, np.full(len(candidates), np.inf)
         runs, recomputed, fits = _fit_candidates(problem, candidates)
-        self.found_ms.update((candidates[index], np.inf) for index in np.flatnonzero(~fits))
         chosen = np.flatnonzero(fits)
         if not len(chosen):
-            return
+            return found_ms
         terms, once = _candidate_costs(problem, runs[chosen], recomputed[chosen])
         bound_ms = _stage_bound_ms(problem, terms)
-        may_win = bound_ms < limit_ms
-        for index, bound in zip(chosen[~may_win], bound_ms[~may_win].tolist(), strict=True):
-            self.found_ms[candidates[index]] = bound
-        if not may_win.any():
-            return
-        picked = np.flatnonzero(may_win)
-        step_ms = problem.simulator.step_ms(rows_of(terms, picked), once.at(picked))
+        found_ms[chosen], picked = bound_ms, np.flatnonzero(bound_ms < limit_ms)
+        if not len(picked):
+            return found_ms
+        step_ms = problem.simulator.step_ms(rows_of(terms, picked), rows_of(once, picked))
+        found_ms[chosen[picked]] = step_ms
         self.simulated += len(picked)
         self.work_left -= problem.simulator.operations * len(picked)
-        for index, ms in zip(chosen[picked].tolist(), step_ms.tolist(), strict=True):
-            self.found_ms[candidates[index]] = ms
-            if ms < self.best_ms:
-                self.best, self.best_ms = candidates[index], ms
+        if step_ms.min() < self.best_ms:
+            self.best_ms = float(step_ms.min())
+            self.best = candidates[chosen[picked[step_ms.argmin()]]]
+        return found_ms
 
 
 def _candidate_costs(
@@ -386,14 +372,3 @@ def _combine_moves(at: CutCandidate, moves: Sequence[CutCandidate]) -> list[CutC
         if (np.diff(edges) > 0).all():  # sums of moves may empty a part
             combined.append(CutCandidate(tuple(edges.tolist()), tuple(orders)))
     return combined
-
-
-def _no_cut_error(problem: PartProblem) -> DoesNotFit:
-    task = problem.task
-    return DoesNotFit(
-        f"no cut of {task.model.name} into {problem.parts} parts was found for schedule "
-        f"{task.schedule.name} that fits the memory cap of {task.memory_cap_bytes / GIB:.2f} GiB "
-        "per device",
-        "raise the memory cap, plan for schedule 1f1b, use more pipeline stages or tensor "
-        "parallelism, or pack to smaller caps",
-    )

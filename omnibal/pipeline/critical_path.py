@@ -202,9 +202,9 @@ class PipelineSimulator:
         """Return the mean step time of every candidate, given its costs [C, p]. [C]"""
         mean_ms = []
         for batch in self._batches(len(terms)):
-            some, costs = rows_of(terms, batch), once.at(batch)
+            some, costs = rows_of(terms, batch), rows_of(once, batch)
             rows = self._rows(some)
-            of_rows = costs.at(np.repeat(np.arange(len(some)), len(self.steps.counts)))
+            of_rows = rows_of(costs, np.repeat(np.arange(len(some)), len(self.steps.counts)))
             timeline = rows.simulate(rows.first_waits_ms(of_rows))
             reduced_ms = timeline.finish_ms + rows.exposed_ms(of_rows, timeline)  # [C * rows, p]
             row_ms = reduced_ms.max(axis=1).reshape(len(some), -1)
@@ -252,7 +252,7 @@ class PipelineSimulator:
         of_parts, once = layout.split_terms(terms)
         rows = self._rows(of_parts)
         candidate = np.repeat(np.arange(n), len(steps.counts))
-        of_rows = once.at(candidate)
+        of_rows = rows_of(once, candidate)
         ready_ms = rows.first_waits_ms(of_rows).T
         turns = order_passes(schedule_graph(self.schedule, self.stages, len(self.features)))
         end_ms, finish_ms = run_passes(turns, rows.took_ms, rows.link_ms, ready_ms, rows.joins)
@@ -270,7 +270,7 @@ class PipelineSimulator:
         on_path = (blocks[:, None] * size + np.arange(size)).ravel()
         joins = Joins.build(None if rows.together is None else rows.together[..., on_path])
         ready_ms, exposed_ms, share = (x[:, on_path] for x in (ready_ms, exposed_ms, share))
-        alone_ms, of_rows = rows.pass_ms[..., on_path], of_rows.at(on_path)
+        alone_ms, of_rows = rows.pass_ms[..., on_path], rows_of(of_rows, on_path)
         of_passes, of_links, of_ready, crossed = _trace_back(
             turns,
             alone_ms,

@@ -15,8 +15,6 @@ import numpy as np
 
 from omnibal.base.errors import DoesNotFit
 from omnibal.cost.encoder_phase_costs import EncodersCost
-from omnibal.cost.model import CostModel
-from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.units import ENCODER_WAITS_MS
 from omnibal.pipeline.encoder_loads import EncoderMemory
@@ -30,8 +28,8 @@ from omnibal.pipeline.encoder_waits import (
 )
 from omnibal.pipeline.least_peak import min_peak_of_splits
 from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_steps, search_stages
-from omnibal.pipeline.split_task import SplitTask
-from omnibal.pipeline.stage_memory import GIB, fits_cap
+from omnibal.pipeline.split_task import SplitTask, memory_error
+from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.workload import Workload
 
 _MAX_KEPT_CHOICES = 12  # max numbers of kept items tried besides none
@@ -48,18 +46,11 @@ _SQUARE_MS_DECIMALS = 12  # as `_ITEM_MS_DECIMALS`, for squares of thousands of 
 class PlacementProblem:
     """A pipeline without encoders, and costs of data-parallel encoders."""
 
-    # Costs of the pipeline's units (`omnibal.cost.encoder_phase_costs.pipeline_cost`) at all
-    # levels, with the shortest encoder update.
-    cost: CostModel
+    # Costs are of the pipeline's units (`omnibal.cost.encoder_phase_costs.pipeline_cost`), with the
+    # shortest encoder update.
+    task: SplitTask
     features: tuple[str, ...]  # feature names of the workload
-    model: ModelConfig  # the pipeline's model, without encoders
     encoders: Mapping[int, EncodersCost]  # by the number of weight shards, otherwise equal
-    workload: Workload
-    memory_cap_bytes: float
-
-    @property
-    def stages(self) -> int:
-        return self.any_encoders.parallel.pipeline
 
     @property
     def any_encoders(self) -> EncodersCost:
@@ -69,30 +60,19 @@ class PlacementProblem:
     def with_encoders(self, dp_encoders: DataParallelEncoders) -> Workload:
         """Return the workload with data-parallel encoders."""
         encoders = self.encoders[dp_encoders.sharded]
-        return with_encoders(self.workload, self.features, encoders, dp_encoders)
+        return with_encoders(self.task.workload, self.features, encoders, dp_encoders)
 
     def more_update_ms(self, sharded: int) -> float:
         """Return the extra update time if `sharded` ranks shard encoder weights."""
         shortest_ms = min(cost.update_ms for cost in self.encoders.values())
         return self.encoders[sharded].update_ms - shortest_ms
 
-    def task(self, workload: Workload) -> SplitTask:
-        """Return the stage search on a workload with encoders."""
-        return SplitTask(self.cost, self.model, workload, self.stages, self.memory_cap_bytes)
-
     def make_stage_task(self, dp_encoders: DataParallelEncoders) -> SplitTask:
         """Return the stage search with the encoders' update, waits and memory."""
-        update_ms = self.cost.optimizer_ms_fixed + self.more_update_ms(dp_encoders.sharded)
-        cost = replace(self.cost, optimizer_ms_fixed=update_ms)
-        return replace(self.task(self.with_encoders(dp_encoders)), cost=cost)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class EncoderSearch:
-    """The best choice found and its stage search."""
-
-    data_parallel_encoders: DataParallelEncoders
-    search: SearchResult  # bound over all tried choices and their stages, on the grid of kept items
+        cost = self.task.cost
+        update_ms = cost.optimizer_ms_fixed + self.more_update_ms(dp_encoders.sharded)
+        cost = replace(cost, optimizer_ms_fixed=update_ms)
+        return replace(self.task, cost=cost, workload=self.with_encoders(dp_encoders))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,10 +82,6 @@ class _Choice:
     dp_encoders: DataParallelEncoders
     encoder_memory: EncoderMemory
     waits_ms: np.ndarray  # pipeline waits before and after, with the longer update, [S, ranks, 2]
-
-    def shortest_ms(self) -> float:
-        """Return the mean step in ms if the pipeline's passes took no time."""
-        return float(self.waits_ms.max(axis=1).sum(axis=1).mean())
 
     def bound_ms(self, step_ms: float, other: "_Choice") -> float:
         """Return a lower bound on the step of another choice, given that of this one (infinite if
@@ -120,17 +96,20 @@ class _Choice:
         return step_ms - float(less_ms.mean())
 
 
-def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSearch:
-    """Return the best choice and stages found, and the proven bound; `effort` is the share of the
-    usual number of choices and of stage search work. Raise DoesNotFit if no choice fits."""
+def search_encoders(
+    problem: PlacementProblem, effort: float = 1.0
+) -> tuple[DataParallelEncoders, SearchResult]:
+    """Return the best choice and its stages, with a bound over all choices on the grid; `effort` is
+    the share of the usual number of choices and of stage search work. Raise DoesNotFit if no choice
+    fits."""
     choices = _make_choices(problem, effort)
-    best: EncoderSearch | None = None
+    best: tuple[DataParallelEncoders, SearchResult] | None = None
     proven_ms, simulated = _first_bounds_ms(problem, choices, effort), 0
     is_open = np.ones(len(choices), bool)
     for searches in range(_MAX_SEARCHES):
         if best is not None and searches >= effort * _MAX_SEARCHES:
             break
-        best_ms = np.inf if best is None else best.search.step_ms
+        best_ms = np.inf if best is None else best[1].step_ms
         number = int(np.where(is_open, proven_ms, np.inf).argmin())
         if not is_open[number] or proven_ms[number] >= best_ms * (1 - _MIN_CHOICE_GAIN):
             break
@@ -143,25 +122,23 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
             proven_ms[number] = search.lower_bound_ms
             simulated += search.simulated
             if search.step_ms < best_ms:
-                best = EncoderSearch(data_parallel_encoders=choice.dp_encoders, search=search)
+                best = choice.dp_encoders, search
         for other in np.flatnonzero(is_open):
             bound_ms = choice.bound_ms(proven_ms[number], choices[other])
             proven_ms[other] = max(proven_ms[other], bound_ms)
     if best is None:
         raise _no_placement_error(problem)
-    search = replace(
-        best.search,
-        lower_bound_ms=min(float(proven_ms.min()), best.search.step_ms),
-        simulated=simulated,
-    )
-    return replace(best, search=search)
+    dp_encoders, search = best
+    lower_bound_ms = min(float(proven_ms.min()), search.step_ms)
+    return dp_encoders, replace(search, lower_bound_ms=lower_bound_ms, simulated=simulated)
 
 
 def estimate_placement(
     problem: PlacementProblem, effort: float
 ) -> tuple[DataParallelEncoders, float]:
     """Return the encoders with the shortest waits whose memory fits, and the estimated step ms."""
-    for choice in sorted(_make_choices(problem, effort), key=_Choice.shortest_ms):
+    choices = _make_choices(problem, effort)
+    for choice in sorted(choices, key=lambda one: one.waits_ms.max(axis=1).sum(axis=1).mean()):
         try:
             task = problem.make_stage_task(choice.dp_encoders)
             return choice.dp_encoders, estimated_step_ms(task, effort)
@@ -187,20 +164,17 @@ def _first_bounds_ms(
     values[:, columns] = waits_at_ends(workload, steps, waits_ms)
     encoding = replace(workload.encoding, encoder_memory=encoder_memory)
     bounding = replace(workload, features=values, encoding=encoding)
-    search = search_stages(problem.task(bounding), effort=effort)
+    search = search_stages(replace(problem.task, workload=bounding), effort=effort)
     of_all = _Choice(dp_encoders=dp_encoders, encoder_memory=encoder_memory, waits_ms=waits_ms)
     return np.array([of_all.bound_ms(search.lower_bound_ms, choice) for choice in choices])
 
 
 def _no_placement_error(problem: PlacementProblem) -> DoesNotFit:
-    need, cap = min_peak_with_encoders(problem) / GIB, problem.memory_cap_bytes / GIB
-    is_replicated = [*problem.encoders] == [1]
-    held, also = ("a full copy", "give --sharding auto, ") if is_replicated else ("a shard", "")
-    return DoesNotFit(
-        f"{problem.model.name} on {problem.stages} pipeline stages with data-parallel encoders "
-        f"needs {need:.2f} GiB per device at best, with recomputation where it helps: "
-        f"{need - cap:.2f} GiB more than the memory cap of {cap:.2f} GiB, which must hold every "
-        f"stage and {held} of the encoders",
+    also = "give --sharding auto, " if [*problem.encoders] == [1] else ""
+    return memory_error(
+        problem.task,
+        "with data-parallel encoders ",
+        min_peak_with_encoders(problem),
         "raise the memory cap, use more pipeline stages or tensor parallelism, pack to smaller "
         f"caps, {also}or give --encoder pipeline",
     )
@@ -216,7 +190,8 @@ def min_peak_with_encoders(problem: PlacementProblem) -> float:
         if not any(other.is_within(memory) for other, _ in minimal):
             minimal = [pair for pair in minimal if not memory.is_within(pair[0])]
             minimal.append((memory, workload))
-    return min(min_peak_of_splits(problem.task(workload)) for _, workload in minimal)
+    tasks = (replace(problem.task, workload=workload) for _, workload in minimal)
+    return min(map(min_peak_of_splits, tasks))
 
 
 def _smallest_choices(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
@@ -227,7 +202,7 @@ def _smallest_choices(problem: PlacementProblem) -> Iterator[DataParallelEncoder
 
 
 def _group_sizes(problem: PlacementProblem) -> list[int]:
-    size = problem.workload.data_parallel_size
+    size = problem.task.workload.data_parallel_size
     return [pipelines for pipelines in range(1, size + 1) if size % pipelines == 0]
 
 
@@ -241,7 +216,7 @@ def _make_choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
     features = EncoderMemory(features=workload.encoder_memory.features)
     alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
     # The fullest stage without encoders, over all splits.
-    min_bytes = min_peak_of_splits(problem.task(alone))
+    min_bytes = min_peak_of_splits(replace(problem.task, workload=alone))
     choices = list(_yield_choices(problem, min_bytes, are_few=are_few))
     if not choices:
         raise _no_placement_error(problem)
@@ -253,8 +228,8 @@ def _yield_choices(
 ) -> Iterator[_Choice]:
     """Yield choices that leave `min_bytes` for the pipeline, a subset if `are_few`."""
     max_kept, step = (_MAX_FEW_KEPT_CHOICES, 2) if are_few else (_MAX_KEPT_CHOICES, 1)
-    cap_bytes = problem.memory_cap_bytes
-    sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
+    workload, cap_bytes = problem.task.workload, problem.task.memory_cap_bytes
+    sample, any_encoders = sampled_steps(workload), problem.any_encoders
     steps, place = np.unique(sample.step, return_inverse=True)
     has_rows = np.zeros((len(steps), sample.data_parallel_size, 1))
     has_rows[place, sample.dp_rank] = 1
@@ -269,11 +244,11 @@ def _yield_choices(
         }
         if not shardings:
             continue
-        smallest = _share_items(problem, problem.workload, pipelines, _items_per_pass(problem, 1))
+        smallest = _share_items(problem, workload, pipelines, _items_per_pass(problem, 1))
         for largest in _pass_sizes(problem, smallest)[::step]:
             sizes, shares = _items_per_pass(problem, largest), smallest
             if largest > 1:
-                shares = _share_items(problem, problem.workload, pipelines, sizes)
+                shares = _share_items(problem, workload, pipelines, sizes)
             # Memory counts all steps, times only sampled steps.
             of_sample = _share_items(problem, sample, pipelines, sizes)
             exchanges_ms = {
@@ -318,10 +293,8 @@ def _pass_sizes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
     """Return pass sizes to try, from 1 to the max items of a rank."""
     smallest, items = _items_per_pass(problem, 1), shares.max_items()
     largest = max([1, *(-(-items[name] // smallest[name]) for name in smallest)])
-    sizes = [1]
-    while sizes[-1] < min(largest, _MAX_ITEMS_OF_PASS):
-        sizes.append(2 * sizes[-1])
-    return sizes
+    doublings = (min(largest, _MAX_ITEMS_OF_PASS) - 1).bit_length()
+    return [2**power for power in range(doublings + 1)]
 
 
 def kept_choices(

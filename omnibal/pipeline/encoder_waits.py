@@ -146,10 +146,9 @@ def with_encoders(
     features: tuple[str, ...],
     cost: EncodersCost,
     dp_encoders: DataParallelEncoders,
-    shares: ItemShares | None = None,
 ) -> Workload:
     """Return a workload with encoder waits (columns of `features`) and its `encoding`."""
-    shares = shares or ItemShares.build(workload, features, cost, dp_encoders)
+    shares = ItemShares.build(workload, features, cost, dp_encoders)
     pairs = [(encoder, shares.passes(name, dp_encoders)) for name, encoder in cost.encoders.items()]
     forward, backward, exposed_ms = _slowest(shares, cost, pairs)
     ahead, behind = exposed_ms.mean(axis=1).T  # weight and gradient exchange, [S * B]

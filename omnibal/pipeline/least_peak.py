@@ -11,7 +11,7 @@ import numpy as np
 
 from omnibal.pipeline.bounds import Runs, min_largest, min_largest_path, possible_runs
 from omnibal.pipeline.passes import all_passes, largest_pass
-from omnibal.pipeline.recompute import all_layers, min_peak_bytes, min_peaks_of_stages
+from omnibal.pipeline.recompute import all_layers, count_peaks
 from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import (
     MemoryTable,
@@ -61,7 +61,10 @@ def min_peak_of_splits(task: SplitTask, *, is_exact: bool = True) -> float:
             # Count every run that may be best in the new passes.
             best = np.flatnonzero(peaks.min(axis=0) <= upper_bytes)
             chosen = [all_passes(features, workload, pipeline_size, stage, new) for stage in stages]
-            new_peaks = min_peaks_of_stages(build_tables(cost, workload, chosen), counts[best])
+            tables, some = build_tables(cost, workload, chosen), counts[best]
+            layers = all_layers(cost.kinds, some)
+            running = tables[0].running_bytes(some, layers)  # equal in all stages
+            new_peaks = [table.peak_bytes(some, layers, running) for table in tables]
             peaks[:, best] = np.maximum(peaks[:, best], new_peaks)
             seen = np.append(seen, new)
         if len(path):
@@ -82,5 +85,6 @@ def min_peak_of_splits(task: SplitTask, *, is_exact: bool = True) -> float:
 def min_peak_of_tables(runs: Runs, tables: Sequence[MemoryTable]) -> float:
     """Return the min peak of the fullest stage over all splits by these tables, in bytes."""
     counts, kind = np.unique(runs.counts, axis=0, return_inverse=True)
-    peaks = [min_peak_bytes(table, counts)[kind] for table in tables]
+    layers = all_layers(tables[0].kinds, counts, tables[0].levels)
+    peaks = [count_peaks(table, counts, layers)[kind] for table in tables]
     return min_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)

@@ -65,8 +65,9 @@ def lost_time_of(
     ranks = len(np.unique(workload.step)) * workload.data_parallel_size  # over all steps
     loose_ms = step_ms
     if workload.lockstep_ranks > 1:  # without lockstep and its empty micro-batches
-        causes = causes.rows(workload.is_needed)
-        workload = replace(workload.rows(workload.is_needed), lockstep_ranks=1)
+        if workload.encoding is None:  # encoders may wait in empty micro-batches
+            causes, workload = causes.rows(~workload.is_empty), workload.rows(~workload.is_empty)
+        workload = replace(workload, lockstep_ranks=1)
         loose_ms = float(predict_steps(causes.all, workload, once, schedule).step_ms.mean())
     alone = workload.each_rank_alone()
     update, nothing = once.without_exchange(), once.nothing()

@@ -11,7 +11,6 @@ import numpy as np
 
 from omnibal.pipeline.schedules import (
     ONE_FORWARD_ONE_BACKWARD,
-    ChunkPass,
     Pass,
     PipelineSchedule,
     ScheduleRule,
@@ -35,17 +34,11 @@ class OperationGraph:
     @classmethod
     def build(cls, schedule: StepSchedule) -> "OperationGraph":
         """Return the checked graph; raise ValueError if the schedule is invalid or deadlocks."""
-        columns = []
-        for stage, operations in enumerate(schedule.operations):
-            for op in operations:
-                if not (
-                    0 <= op.micro_batch < schedule.micro_batches and 0 <= op.chunk < schedule.chunks
-                ):
-                    raise ValueError(
-                        f"{schedule.name}: stage {stage} runs {_name_operation(op)}, of "
-                        f"{schedule.micro_batches} micro-batches and {schedule.chunks} chunks"
-                    )
-                columns.append((op.kind, stage, schedule.part(stage, op.chunk), op.micro_batch))
+        columns = [
+            (op.kind, stage, schedule.part(stage, op.chunk), op.micro_batch)
+            for stage, operations in enumerate(schedule.operations)
+            for op in operations
+        ]
         kind, stages, part, micro_batch = np.array(columns, np.int64).reshape(-1, 4).T
         before = np.arange(len(columns)) - 1
         before[np.diff(stages, prepend=-1) > 0] = len(columns)
@@ -74,10 +67,6 @@ class OperationGraph:
     @property
     def kinds(self) -> tuple[Pass, ...]:
         return tuple(Pass(kind) for kind in np.unique(self.kind).tolist())
-
-    def of_stage(self, stage: int) -> np.ndarray:
-        """Return the indices of a stage's operations in execution order."""
-        return np.flatnonzero(self.stage == stage)
 
 
 @lru_cache(maxsize=64)  # by micro-batches of a rank in a step
@@ -132,7 +121,7 @@ class HeldInPasses:
 
 def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
     """Return a stage's held micro-batches per operation, until the end of their backward."""
-    schedule, operations = graph.schedule, graph.of_stage(stage)
+    schedule, operations = graph.schedule, np.flatnonzero(graph.stage == stage)
     kind, micro_batch = graph.kind[operations], graph.micro_batch[operations]
     chunk = graph.part[operations] // schedule.stages
     begins, indices = kind == Pass.FORWARD, np.arange(len(operations))
@@ -171,47 +160,27 @@ def others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
     return others
 
 
-def _name_operation(operation: ChunkPass) -> str:
-    kind, micro_batch, chunk = operation.kind.label, operation.micro_batch, operation.chunk
-    return f"{kind} of micro-batch {micro_batch}, chunk {chunk}"
-
-
 def _check_and_index(
     schedule: StepSchedule, kind: np.ndarray, part: np.ndarray, micro_batch: np.ndarray
 ) -> np.ndarray:
     """Return each operation's index, or -1 if absent, if every micro-batch runs each part forward
-    once, then backward once. [kinds, m, parts]"""
-    shape = len(Pass), schedule.micro_batches, schedule.parts
-    times = np.zeros(shape, np.int64)
-    np.add.at(times, (kind, micro_batch, part), 1)
-    forward, whole, of_input, of_weight = times
-    # Every backward is whole, split, or absent everywhere.
-    complete = (forward == 1) & (whole + of_input == 1) & (of_input == of_weight)
-    has_backwards = bool(times[1:].any())
-    if not (complete if has_backwards else forward == 1).all():
-        wrong = ~complete if has_backwards else forward != 1
-        number, place = np.unravel_index(int(wrong.argmax()), shape[1:])
-        raise ValueError(
-            f"{schedule.name}: stage {schedule.stage_of(int(place))} runs micro-batch {number} "
-            f"of chunk {place // schedule.stages} forward {forward[number, place]} times and "
-            f"backward {whole[number, place]} times whole, {of_input[number, place]} times "
-            f"for the input and {of_weight[number, place]} times for the weights; it must run "
-            "forward once and backward once, whole or in both parts"
-        )
-    index = np.full(shape, -1, np.int64)
+    once, then backward once, or never if the schedule has no backwards. [kinds, m, parts]"""
+    index = np.full((len(Pass), schedule.micro_batches, schedule.parts), -1, np.int64)
     index[kind, micro_batch, part] = np.arange(len(kind))
-    begun = np.maximum(index[Pass.BACKWARD], index[Pass.BACKWARD_INPUT])
-    ended = np.maximum(index[Pass.BACKWARD], index[Pass.BACKWARD_WEIGHT])
-    for early, late in ((index[Pass.FORWARD], begun), (begun, ended)):
-        wrong = late < early
-        if has_backwards and wrong.any():
-            listed = [(s, op) for s, ops in enumerate(schedule.operations) for op in ops]
-            stage, first = listed[int(late[wrong][0])]
-            _, second = listed[int(early[wrong][0])]
-            raise ValueError(
-                f"{schedule.name}: stage {stage} runs {_name_operation(first)} before "
-                f"{_name_operation(second)}"
-            )
+    forward, whole, of_input, of_weight = index
+    is_valid = forward >= 0
+    if (index[1:] >= 0).any():
+        # Every backward is whole or in two parts.
+        is_valid &= ((whole < 0) != (of_input < 0)) & ((of_input < 0) == (of_weight < 0))
+        begun, ended = np.maximum(whole, of_input), np.maximum(whole, of_weight)
+        is_valid &= (forward < begun) & (begun <= ended)
+    if not is_valid.all() or np.count_nonzero(index >= 0) < len(kind):
+        number, place = np.unravel_index(int(is_valid.argmin()), is_valid.shape)
+        raise ValueError(
+            f"{schedule.name}: {len(kind)} operations do not run every micro-batch of every part "
+            "once forward, then once backward, whole or in both parts; check micro-batch "
+            f"{number} of part {place}"
+        )
     return index
 
 
@@ -232,12 +201,7 @@ def _sort_topologically(schedule: StepSchedule, source: np.ndarray) -> np.ndarra
             order += range(at[stage], index)
             at[stage] = index
     if len(order) < count:
-        # All of them: operations of finished stages are not blocked.
-        stages = np.repeat(np.arange(len(at)), np.subtract(stop, first)).tolist()
-        waiting = "; ".join(
-            f"stage {stage} at {_name_operation(schedule.operations[stage][index - first[stage]])} "
-            f"for stage {stages[sources[index]]}"
-            for stage, index in enumerate(at)
-        )
-        raise ValueError(f"{schedule.name}: deadlock of stages: {waiting}")
+        ends = zip(at, first, schedule.operations, strict=True)
+        blocked = [(s, ops[i - begin]) for s, (i, begin, ops) in enumerate(ends)]
+        raise ValueError(f"{schedule.name}: deadlock of stages and their operations: {blocked}")
     return np.array(order, np.int64)

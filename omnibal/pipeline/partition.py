@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.base.errors import DoesNotFit
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.pipeline.bounds import Structure, min_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
@@ -29,9 +28,8 @@ from omnibal.pipeline.least_peak import min_peak_of_splits, min_peak_of_tables
 from omnibal.pipeline.passes import all_passes
 from omnibal.pipeline.recompute_ways import FittingNumbers, TowerNumbers
 from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, MIN_SPLIT_GAIN, SplitSearch
-from omnibal.pipeline.split_task import SplitTask, limits_in_words
+from omnibal.pipeline.split_task import SplitTask, limits_in_words, memory_error
 from omnibal.pipeline.stage_memory import (
-    GIB,
     build_tables,
     contents_of,
     fits_cap,
@@ -40,7 +38,6 @@ from omnibal.pipeline.stage_memory import (
     stage_runs,
 )
 from omnibal.pipeline.stage_options import (
-    Choices,
     SearchProblem,
     StageOptions,
     choices_within,
@@ -96,9 +93,7 @@ def search_stages(task: SplitTask, *, prove: bool = True, effort: float = 1.0) -
     heavier: SearchProblem | None = problem
     while heavier is not None:
         problem = heavier
-        search, limit_ms = _first_split(
-            problem, _first_limit_ms(problem), effort, min_peak_of_splits
-        )
+        search, limit_ms = _first_split(problem, effort, min_peak_of_splits)
         if search.best_ms > limit_ms:
             search = search.with_options_of_better()
         heavier = _add_heavier_passes(problem, _stages_at(problem, search.best_options))
@@ -111,8 +106,7 @@ def search_stages(task: SplitTask, *, prove: bool = True, effort: float = 1.0) -
 def estimated_step_ms(task: SplitTask, effort: float = 1.0) -> float:
     """Return the step time of a good split, without proof and with memory checked in few passes.
     Arguments and errors as in `search_stages`."""
-    problem = _make_problem(task)
-    return _first_split(problem, _first_limit_ms(problem), effort)[0].best_ms
+    return _first_split(_make_problem(task), effort)[0].best_ms
 
 
 def _finish_search(
@@ -129,18 +123,16 @@ def _finish_search(
         # Descend through recompute sets near the best split's.
         for _ in range(_MAX_CHANGES):
             options = [options_near(problem, s, option) for s, option in enumerate(best)]
-            near = SplitSearch(
-                problem,
-                Choices(fitting=options, optimistic=options, complete=False, nodes=problem.units),
-            )
-            near.cuts = search.cuts
+            choices = replace(search.choices, fitting=options, optimistic=options)
+            near = SplitSearch(problem, choices, search.cuts)
             near.descend()
             simulated += near.simulated
             if near.best_ms >= best_ms * (1 - MIN_SPLIT_GAIN):
                 break
             best, best_ms = near.best_options, near.best_ms
         # Only optimistic sets bound the sets that the grid leaves out.
-        optimistic = search.over_optimistic(best_ms)
+        choices = replace(search.choices, fitting=search.choices.optimistic)
+        optimistic = SplitSearch(problem, choices, search.cuts, best_ms)
         lower_bound_ms = (
             optimistic.prove(effort * MAX_WORK) if prove else optimistic.quick_bound_ms()
         )
@@ -223,17 +215,15 @@ def _make_problem(task: SplitTask) -> SearchProblem:
 
 
 def _first_split(
-    problem: SearchProblem,
-    limit_ms: float,
-    effort: float,
-    min_peak: Callable[[SplitTask], float] | None = None,
+    problem: SearchProblem, effort: float, min_peak: Callable[[SplitTask], float] | None = None
 ) -> tuple[SplitSearch, float]:
     """Raise the step time limit until a split fits; return that search and its limit.
 
     Raises:
         DoesNotFit: with the larger of `min_peak` and the tables' min over splits of max peaks.
     """
-    peak_bytes = 0.0
+    task, peak_bytes = problem.task, 0.0
+    limit_ms = _SLOWEST_SLACK * min_slowest_ms(problem.structure)
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
         search = SplitSearch(problem, choices_within(problem, limit_ms))
@@ -241,29 +231,14 @@ def _first_split(
             return search, limit_ms
         if not tried:
             peak_bytes = min_peak_of_tables(problem.structure.runs, problem.tables)
-            if not fits_cap(peak_bytes, problem.task.memory_cap_bytes):
+            if not fits_cap(peak_bytes, task.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    min_bytes = min_peak(problem.task) if min_peak else 0.0
-    raise _no_split_error(problem.task, max(min_bytes, peak_bytes))
-
-
-def _first_limit_ms(problem: SearchProblem) -> float:
-    return _SLOWEST_SLACK * min_slowest_ms(problem.structure)
-
-
-def _no_split_error(task: SplitTask, peak_bytes: float) -> DoesNotFit:
-    """Return an error with the memory that the best split needs, and remedies."""
-    need, cap = peak_bytes / GIB, task.memory_cap_bytes / GIB
-    stages = f"{task.stages} pipeline stages{limits_in_words(task)}"
+    min_bytes = min_peak(task) if min_peak else 0.0
     # Encoders stay on stage 0, which has more micro-batches in flight with more stages.
     fixed = task.rules.encoders_on_first and task.model.encoders
     sizes = (
         "other pipeline or tensor sizes" if fixed else "more pipeline stages or tensor parallelism"
     )
-    return DoesNotFit(
-        f"{task.model.name} on {stages} needs {need:.2f} GiB per device at best, with "
-        f"recomputation where it helps: {need - cap:.2f} GiB more than the memory cap of "
-        f"{cap:.2f} GiB, which must hold every stage",
-        f"raise the memory cap, use {sizes}, or pack to smaller caps",
-    )
+    remedy = f"raise the memory cap, use {sizes}, or pack to smaller caps"
+    raise memory_error(task, limits_in_words(task), max(min_bytes, peak_bytes), remedy)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from omnibal.base.arrays import rows_of
-from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import (
     held_in_passes,
     listed_micro_batches,
@@ -207,8 +206,3 @@ def link_buffers(schedule: PipelineSchedule, stages: int, stage: int) -> LinkBuf
                 is_received = tensor in (0, 3) and peer != stage
                 buffers[peer, tensor % 2, is_received].append((tensor, chunk))
     return tuple(map(tuple, buffers.values()))
-
-
-def micro_batches_in(cost: CostModel, features: np.ndarray) -> np.ndarray:
-    """Return the number of micro-batches in summed features [..., F]: the feature 1. [...]"""
-    return features[..., :: len(cost.features) // cost.levels].sum(axis=-1)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from omnibal.cost.model import CostModel
-from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.loader_time import StageReading
@@ -15,7 +14,6 @@ from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import per_step_costs
 from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.stage_units import Stage
-from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
 MAX_SIMULATED_STEPS = 2_000  # max steps of a run, spread evenly
@@ -24,17 +22,15 @@ _MS_PER_DAY = 86_400_000  # budgets are in GPU days
 
 def predict(
     cost: CostModel,
-    model: ModelConfig,
     parallel: Parallel,
     stages_at: Sequence[Sequence[Stage]],
-    packs: ScheduledPacks,
+    packs: ScheduledPacks | None,
     all_steps: Workload,
     reading: StageReading | None = None,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> Prediction:
-    """Return memory over `all_steps`, times over at most 2,000. `stages_at` is by level."""
-    for stages in stages_at:
-        check_stages(model, stages)
+    """Return memory over `all_steps`, times over at most 2,000. `stages_at` is by level; `packs` of
+    mock samples, which give no throughput of a dataset, are None."""
     memories = stage_memories(cost, stages_at, all_steps, schedule)
     workload = all_steps.some_steps(MAX_SIMULATED_STEPS)
     causes = causes_of(cost, stages_at, workload)
@@ -59,15 +55,19 @@ def predict(
         lost, simulated = lost.model_copy(update={"reading_ms": waits_ms}), prolonged
     step_ms = float(simulated.step_ms.mean())
     wait_fraction = simulated.wait_fractions
-    run_ms = step_ms * packs.steps
+    samples_per_second_per_gpu = gpu_days = None
+    if packs is not None:
+        run_ms, ranks = step_ms * packs.steps, parallel.world_size
+        samples_per_second_per_gpu = len(packs.packs.samples) / (run_ms / 1e3) / ranks
+        gpu_days = run_ms * ranks / _MS_PER_DAY
     parts_of = schedule.parts_of(len(stages_at[0]))
     return Prediction(
         cost_source=cost.source,
         step_ms=step_ms,
         lost=lost,
         bubble_fraction=float(wait_fraction.mean()),
-        samples_per_second_per_gpu=len(packs.packs.samples) / (run_ms / 1e3) / parallel.world_size,
-        gpu_days=run_ms * parallel.world_size / _MS_PER_DAY,
+        samples_per_second_per_gpu=samples_per_second_per_gpu,
+        gpu_days=gpu_days,
         exchange=exchange,
         stages=tuple(
             StagePrediction(

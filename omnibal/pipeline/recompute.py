@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.base.arrays import expand_ranges
 from omnibal.model.units import UnitKind
 from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.unit_runs import layer_kinds
@@ -61,31 +62,12 @@ class LayerGroups:
         return of_kinds
 
 
-def min_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
-    """Return the min peaks of possible stages: with all layers recomputed. [stages]"""
-    return _count_peaks(table, counts, all_layers(table.kinds, counts, table.levels))
-
-
-def min_peaks_of_stages(tables: Sequence[MemoryTable], counts: np.ndarray) -> np.ndarray:
-    """Return `min_peak_bytes` of runs of units at every stage. [stages, runs]"""
-    layers = all_layers(tables[0].kinds, counts, tables[0].levels)
-    running = tables[0].running_bytes(counts, layers)  # equal in all stages
-    return np.stack([table.peak_bytes(counts, layers, running) for table in tables])
-
-
 def all_layers(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
     """Return the layers of `counts` [..., kinds], repeated by level. [..., levels * kinds]"""
     return np.tile(counts * np.array([kind.is_layer for kind in kinds]), levels)
 
 
-def fit_within(
-    table: MemoryTable, cap_bytes: float, counts: np.ndarray, recomputed: np.ndarray
-) -> np.ndarray:
-    """Return whether stages [stages, kinds] fit a memory cap. bool [stages]"""
-    return fits_cap(_count_peaks(table, counts, recomputed), cap_bytes)
-
-
-def _count_peaks(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+def count_peaks(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
     """Return `MemoryTable.peak_bytes` of every stage, computed in chunks. [stages]"""
     at_once = max(_MAX_PEAK_ENTRIES // len(table.working_bytes), 1)
     peaks = np.empty(len(counts))
@@ -150,7 +132,7 @@ class LevelFit:
         of_kinds = self.of_kinds(stage, layers).reshape(len(stage), levels, len(kinds))
         recomputed[..., kinds] = of_kinds
         recomputed = recomputed.reshape(len(stage), levels * counts.shape[1])
-        return fit_within(self.table, self.cap_bytes, counts, recomputed)
+        return fits_cap(count_peaks(self.table, counts, recomputed), self.cap_bytes)
 
     def of_kinds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
         """Return `layers` [n, columns] of stages [n] by kind. [n, levels * layer kinds]"""
@@ -257,11 +239,8 @@ def _combine_levels(
         ).fitting
         # Sets are sorted by stage: repeat each combination for its stage's range of them.
         first = np.searchsorted(sets.stage, np.arange(len(counts) + 1))
-        number = np.diff(first)[combined.stage]
-        row = np.repeat(np.arange(len(number)), number)
-        place = np.arange(len(row)) - np.repeat(np.cumsum(number) - number, number)
-        added = sets.layers[first[combined.stage[row]] + place]
-        layers = np.concatenate([combined.layers[row], added], axis=1)
+        row, place = expand_ranges(first[combined.stage], np.diff(first)[combined.stage])
+        layers = np.concatenate([combined.layers[row], sets.layers[place]], axis=1)
         combined = RecomputeSets(stage=combined.stage[row], layers=layers)
     return combined
 
@@ -312,8 +291,7 @@ def _split_boxes(
         width[many, number[many].argmax(axis=1)] *= 2
         number = sides // width + 1
     cells = number.prod(axis=1)
-    box = np.repeat(boxes, cells)
-    place = np.arange(len(box)) - np.repeat(np.cumsum(cells) - cells, cells)
+    box, place = expand_ranges(0 * boxes, cells)
     near = low[box]  # the cell's place in mixed radix, of `number` per column
     for column in reversed(range(low.shape[1])):
         place, step = np.divmod(place, number[box, column])

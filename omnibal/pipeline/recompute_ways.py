@@ -20,9 +20,9 @@ from omnibal.cost.model import CostModel
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Runs
-from omnibal.pipeline.recompute import bisect_min_fitting, fit_within
+from omnibal.pipeline.recompute import bisect_min_fitting, count_peaks
 from omnibal.pipeline.split_task import SplitTask
-from omnibal.pipeline.stage_memory import MemoryTable
+from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.unit_runs import layer_kinds
 
 NO_NUMBER = 2**31  # number of a stage that never fits
@@ -64,10 +64,6 @@ class LayerOrders:
 
     def __len__(self) -> int:
         return len(self.places)
-
-    def max_number(self, chosen: np.ndarray) -> np.ndarray:
-        """Return the number that recomputes all layers. [n]"""
-        return self.runs.counts[chosen][..., self.kinds].sum(axis=(1, 2))
 
     def count_recomputed(
         self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray
@@ -134,11 +130,6 @@ class TowerNumbers:
     def __len__(self) -> int:
         return len(self.fixed)
 
-    def max_number(self, chosen: np.ndarray) -> np.ndarray:
-        """Return the max layers per chunk of the towers with a searched number. [n]"""
-        is_searched = (self.fixed == _SEARCHED).any(axis=0)
-        return (self.stop - self.first)[chosen][..., is_searched].max(axis=(1, 2))
-
     def count_recomputed(
         self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray
     ) -> np.ndarray:
@@ -192,16 +183,16 @@ class FittingNumbers:
         return np.array([self.known[key] for key in keys], np.int64)
 
     def _bisect(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
-        levels = self.tables[0].levels
+        levels, held = self.tables[0].levels, self.ways.runs.counts[chosen]  # [n, c, K]
 
         def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-            counts = self.ways.runs.counts[chosen[rows]].reshape(len(rows), -1)
+            counts = held[rows].reshape(len(rows), -1)
             recomputed = self.ways.count_recomputed(chosen[rows], way[rows], number)
             recomputed = np.tile(recomputed, levels).reshape(len(rows), -1)
-            fits = [fit_within(t, self.cap_bytes, counts, recomputed) for t in self.tables]
-            return np.all(fits, axis=0)
+            peaks = [count_peaks(table, counts, recomputed) for table in self.tables]
+            return fits_cap(np.max(peaks, axis=0), self.cap_bytes)
 
-        rows, high = np.arange(len(chosen)), self.ways.max_number(chosen)
+        rows, high = np.arange(len(chosen)), held.sum(axis=(1, 2))  # all layers, and more
         fits_with_none = fit(rows, 0 * high)
         high = np.where(fits_with_none, 0, high)
         fits = fits_with_none | fit(rows, high)

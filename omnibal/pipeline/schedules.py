@@ -100,8 +100,6 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> St
         >>> [f"{operation.kind.name[0]}{operation.micro_batch}" for operation in last]
         ['F0', 'B0', 'F1', 'B1']
     """
-    if chunks != 1:
-        raise ValueError(f"1F1B has 1 chunk per stage, not {chunks}; interleaved 1F1B has several")
     forwards = [ChunkPass(Pass.FORWARD, i) for i in range(micro_batches)]
     backwards = [ChunkPass(Pass.BACKWARD, i) for i in range(micro_batches)]
     operations = []
@@ -190,8 +188,6 @@ def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> StepSchedule:
     weight gradients take equal time. In warm-up stage s of p runs 2 (p - s) - 1 forwards of chunk
     0, then s of both in turn, then p - s of chunk 1, each followed by its whole backward.
     """
-    if chunks != 2:
-        raise ValueError(f"ZB-V has 2 chunks per stage, not {chunks}")
     # With fewer the pipeline is never full; missing micro-batches are left out.
     full = max(micro_batches, 2 * stages - 1)
     operations = (_zero_bubble_v_stage(stages, stage, full) for stage in range(stages))

@@ -42,11 +42,6 @@ class Timeline:
     busy_ms: np.ndarray  # compute time of the stage without waits for other rows, [p]
     step_ms: np.ndarray  # end of the last stage, a scalar
 
-    @property
-    def wait_ms(self) -> np.ndarray:
-        """Idle time of the stage, [p]."""
-        return self.step_ms[..., None] - self.busy_ms
-
     def of_step(self, step: int) -> "Timeline":
         """Return one row (a step, or a rank of a step) of a batched timeline."""
         return Timeline(
@@ -271,13 +266,9 @@ class EncoderBlock:
     """Time of data-parallel encoders on all stages of a rank, with exchanges and waits."""
 
     rank: int
-    is_back: bool
+    label: str
     start_ms: float
     end_ms: float
-
-    @property
-    def label(self) -> str:
-        return f"encoders {'backward' if self.is_back else 'forward'}"
 
 
 def encoder_blocks(
@@ -289,12 +280,11 @@ def encoder_blocks(
         return
     for rank, finish_ms in enumerate(timeline.finish_ms):
         before_ms, after_ms = times.waits_ms[workload.dp_rank == rank].sum(axis=0).tolist()
-        last_ms = float(finish_ms.max())
-        if before_ms > 0:
-            yield EncoderBlock(rank=rank, is_back=False, start_ms=0.0, end_ms=before_ms)
-        if after_ms > 0:
-            end_ms = last_ms + after_ms
-            yield EncoderBlock(rank=rank, is_back=True, start_ms=last_ms, end_ms=end_ms)
+        phases = ("forward", 0.0, before_ms), ("backward", float(finish_ms.max()), after_ms)
+        for phase, start_ms, ms in phases:
+            if ms > 0:
+                label, end_ms = f"encoders {phase}", start_ms + ms
+                yield EncoderBlock(rank=rank, label=label, start_ms=start_ms, end_ms=end_ms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

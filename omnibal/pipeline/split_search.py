@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from omnibal.base.arrays import expand_ranges
 from omnibal.pipeline.bounds import min_largest, min_path_costs
 from omnibal.pipeline.stage_options import Choices, SearchProblem, StageOptions, choices_within
 
@@ -61,16 +62,23 @@ class SplitSearch:
     Paths (`cuts`, as in cutting planes) bound any split's step time from below by a dot product.
     """
 
-    def __init__(self, problem: SearchProblem, choices: Choices) -> None:
+    def __init__(
+        self,
+        problem: SearchProblem,
+        choices: Choices,
+        cuts: np.ndarray | None = None,
+        best_ms: float = np.inf,
+    ) -> None:
         self.problem = problem
         self.choices = choices
         self.options = options = choices.fitting
         self.kept = [np.arange(len(of_stage)) for of_stage in options]
         self.simulated = 0
         self.work = 0.0
-        self.best_ms = np.inf
+        self.best_ms = best_ms
         self.best = np.zeros(problem.task.stages, np.int64)
-        self.cuts = np.zeros((0, problem.task.stages, len(problem.structure.layout)))
+        no_cuts = np.zeros((0, problem.task.stages, len(problem.structure.layout)))
+        self.cuts = no_cuts if cuts is None else cuts
         self.seen: set[bytes] = set()
 
     def descend(self, max_work: float = MAX_DESCENT_WORK) -> bool:
@@ -96,17 +104,10 @@ class SplitSearch:
         # With fewer runs, each run may get other sets (`stage_choices`), so add the best again.
         pairs = zip(choices.fitting, self.best_options, strict=True)
         choices = replace(choices, fitting=[options.including(best) for options, best in pairs])
-        search = SplitSearch(self.problem, choices)
-        search.simulated, search.cuts, search.best_ms = self.simulated, self.cuts, self.best_ms
+        search = SplitSearch(self.problem, choices, self.cuts, self.best_ms)
+        search.simulated = self.simulated
         for stage, best in enumerate(self.best_options):
             search.best[stage] = choices.fitting[stage].place(best)
-        return search
-
-    def over_optimistic(self, best_ms: float) -> "SplitSearch":
-        """Return a search over optimistic sets, to bound all splits faster than `best_ms`."""
-        choices = replace(self.choices, fitting=self.choices.optimistic)
-        search = SplitSearch(self.problem, choices)
-        search.cuts, search.best_ms = self.cuts, best_ms
         return search
 
     @property
@@ -291,10 +292,7 @@ class SplitSearch:
         tail, head = bounds.kept[stage].edges
         # Options are sorted by tail, so a prefix's children are a range of them.
         low = np.searchsorted(tail, grown.node)
-        number = np.searchsorted(tail, grown.node, "right") - low
-        parent = np.repeat(np.arange(len(grown)), number)
-        first = np.cumsum(number) - number
-        option = np.arange(len(parent)) - np.repeat(first - low, number)
+        parent, option = expand_ranges(low, np.searchsorted(tail, grown.node, "right") - low)
         # Min cost of an option with the stages after it, [options, cuts].
         added = bounds.costs[stage] + bounds.after[stage + 1][head]
         self.work += len(parent) * added.shape[1]

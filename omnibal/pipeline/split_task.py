@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.limits import words
 from omnibal.model.targets import FREE, StageRules
 from omnibal.model.units import LANGUAGE_EMBED, unit_names
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
 
 
@@ -58,9 +59,21 @@ def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> Non
         )
 
 
+def memory_error(task: SplitTask, content: str, peak_bytes: float, remedy: str) -> DoesNotFit:
+    """Return the error of a search whose best stages, which hold `content` too, need `peak_bytes`,
+    more than the memory cap."""
+    need, cap = peak_bytes / GIB, task.memory_cap_bytes / GIB
+    return DoesNotFit(
+        f"{task.model.name} on {task.stages} pipeline stages {content}needs {need:.2f} GiB per "
+        f"device at best, with recomputation where it helps: {need - cap:.2f} GiB more than the "
+        f"memory cap of {cap:.2f} GiB",
+        remedy,
+    )
+
+
 def limits_in_words(task: SplitTask) -> str:
-    """Return the stage limits in words for a memory error, such as ", with all encoders on the
-    first stage,", or "" if none apply. Limits of recomputation are left out."""
+    """Return the stage limits in words for a memory error, such as "with all encoders on the first
+    stage ", or "" if none apply. Limits of recomputation are left out."""
     limits, rules, model, stages = list[str](), task.rules, task.model, task.stages
     if rules.encoders_on_first and model.encoders and stages > 1:
         limits.append("all encoders on the first stage")
@@ -68,4 +81,4 @@ def limits_in_words(task: SplitTask) -> str:
         limits.append("encoders whole on every tensor-parallel rank")
     if rules.language_everywhere and stages > 1:
         limits.append("a layer of the language model on every stage")
-    return f", with {words(limits)}," if limits else ""
+    return f"with {words(limits)} " if limits else ""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -14,9 +13,7 @@ from omnibal.model.units import ENCODER_WAITS_MS, unit_names
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import (
-    holds_both_ends,
-    holds_one_end,
-    recomputed_counts,
+    count_ends,
     stage_units,
     unit_counts,
 )
@@ -102,18 +99,18 @@ def _times(
             columns = [column for column, feature in enumerate(cost.features) if feature == name]
             waits_ms[:, index] = features[:, columns].sum(axis=1)
             features[:, columns] = 0
-    held = np.stack([unit_counts(kinds, stage) for stage in stages_at[0]])
+    held = np.stack([unit_counts(kinds, stage.units) for stage in stages_at[0]])
     forward = np.stack([unit.forward_ms for unit in units])  # [kinds, levels * features]
     weight = np.stack([unit.weight_ms for unit in units])
     backward = np.stack([unit.backward_ms for unit in units])
-    last = [cost.units[stage_units(kinds, stage)[-1]] for stage in stages_at[0][:-1]]
+    last = [cost.units[stage_units(kinds, stage.units)[-1]] for stage in stages_at[0][:-1]]
     forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(shape)
     backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(shape)
     returns = backward_bytes.any(axis=1)
     # Levels differ in recomputed layers, so each has its own block of coefficients.
     recompute = np.stack([unit.recompute_ms for unit in units])
     blocks = [
-        np.stack([recomputed_counts(kinds, stage) for stage in stages]) @ of_level
+        np.stack([unit_counts(kinds, stage.recompute) for stage in stages]) @ of_level
         for stages, of_level in zip(
             stages_at, np.split(recompute, cost.levels, axis=1), strict=True
         )
@@ -142,20 +139,14 @@ def held_units(
     cost: CostModel, stages: Sequence[Stage], schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
 ) -> np.ndarray:
     """Return the number of units of each kind per stage, all of its chunks. [stages, kinds]"""
-    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
+    counts = np.stack([unit_counts(cost.kinds, stage.units) for stage in stages])
     return np.stack([counts[parts].sum(axis=0) for parts in schedule.parts_of(len(stages))])
 
 
 def trained_parameters(cost: CostModel, held: np.ndarray) -> np.ndarray:
     """Return trained parameters per device for `held` [..., stages, kinds]. [..., stages]"""
     per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
-    return held @ per_unit - cost.tied_trained_parameters * holds_both_ends(cost.kinds, held)
-
-
-def trained_expert_parameters(cost: CostModel, held: np.ndarray) -> np.ndarray:
-    """Return trained expert parameters per device for `held` [..., stages, kinds]. [..., stages]"""
-    per_unit = [unit.trained_expert_parameters for unit in cost.units.values()]
-    return held @ np.array(per_unit, np.float64)
+    return held @ per_unit - cost.tied_trained_parameters * (count_ends(cost.kinds, held) == 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -214,10 +205,6 @@ class PerStepCosts:
         exposed_ms = np.maximum(self.reduction_ms / self.buckets, self.reduction_ms - hidden_ms)
         return exposed_ms + self.tied_ms
 
-    def at(self, index: Any) -> "PerStepCosts":
-        """Return the costs at an index into the axes before the stages."""
-        return rows_of(self, index)
-
     def without_exchange(self) -> "PerStepCosts":
         """Return only the weight update."""
         nothing = np.zeros_like(self.update_ms)
@@ -238,7 +225,8 @@ def per_step_costs(
 def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
     """Return exchange and weight update of stages with units `held` [..., stages, kinds]."""
     parameters = trained_parameters(cost, held)
-    of_experts = trained_expert_parameters(cost, held)
+    expert_units = [unit.trained_expert_parameters for unit in cost.units.values()]
+    of_experts = held @ np.array(expert_units, np.float64)
     buckets = np.ones(parameters.shape)
     # Megatron disables bucketing on all stages but the first.
     buckets[..., 0] = np.maximum(np.ceil(parameters[..., 0] / cost.bucket_parameters), 1)
@@ -247,7 +235,7 @@ def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
         gather_ms=cost.of_parameters("weight_gather_ms", parameters, of_experts),
         buckets=buckets,
         overlaps=math.isfinite(cost.bucket_parameters),
-        tied_ms=cost.tied_exchange_ms * holds_one_end(cost.kinds, held),
+        tied_ms=cost.tied_exchange_ms * (count_ends(cost.kinds, held) == 1),
         update_ms=cost.optimizer_ms_fixed
         + cost.of_parameters("optimizer_ms", parameters, of_experts),
     )

@@ -27,7 +27,6 @@ from omnibal.pipeline.passes import (
     join_passes,
     largest_pass,
     link_buffers,
-    micro_batches_in,
     stage_passes,
 )
 from omnibal.pipeline.prediction import StageMemory
@@ -35,8 +34,8 @@ from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineS
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import (
     UnitRun,
+    count_ends,
     counts_of_runs,
-    holds_both_ends,
     layer_kinds,
     unit_runs,
 )
@@ -70,10 +69,9 @@ class MemoryTable:
     tied_bytes: float  # state shared by language embed and head in a stage with both
     cut_bytes: np.ndarray  # `CUT_TENSORS` of the largest micro-batch, [4, kinds]
     link_buffers: LinkBuffers
-    shared_bytes: np.ndarray  # buffer shared by all units and kinds (use the max), [kinds]
-    library_bytes: np.ndarray  # trainer library buffers, allocated once per stage, [buffers]
-    has_library: np.ndarray  # whether a stage with the kind has the buffer, [kinds, buffers]
-    expert_bytes: np.ndarray  # expert-parallel buffers, allocated once per stage, [kinds]
+    # Buffers allocated once per stage, of the kind that needs most: shared by units, for expert
+    # parallelism, and of the trainer's library. [kinds, buffers]
+    once_bytes: np.ndarray
     has_backward: np.ndarray  # [kinds]
     tied_gradient_bytes: np.ndarray  # extra in backwards of stages with embed and head, [kinds]
     encoder_memory: EncoderMemory  # memory of data-parallel encoders on every device
@@ -124,7 +122,7 @@ class MemoryTable:
         peak = (running + self._in_flight_bytes(counts, recomputed)).max(axis=-1)
         counts = self._by_chunk(counts).sum(axis=-2)  # [..., kinds]
         # Embed and head of one stage share the tied matrix.
-        state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
+        state = counts @ self.state_bytes - self.tied_bytes * (count_ends(self.kinds, counts) == 2)
         return state + self.with_encoders(counts, peak)
 
     def with_encoders(self, counts: np.ndarray, peak: np.ndarray) -> np.ndarray:
@@ -170,9 +168,7 @@ class MemoryTable:
             buffers[..., buffer] = np.max(of_group, axis=0)
         bytes_ += buffers @ self.links.T
         held = by_chunk.sum(axis=-2) > 0
-        once = (held * self.shared_bytes).max(axis=-1) + (held * self.expert_bytes).max(axis=-1)
-        if len(self.library_bytes):
-            once = once + (held @ self.has_library > 0) @ self.library_bytes
+        once = (held[..., None] * self.once_bytes).max(axis=-2).sum(axis=-1)
         return bytes_ + once[..., None]
 
     def _cut_tensors(self, counts: np.ndarray, is_inside: Sequence[bool] | None) -> np.ndarray:
@@ -238,7 +234,7 @@ class MemoryTable:
         live, peak, passing = np.zeros((3, *counts.shape[:-1], len(self.working_bytes)))
         first, alike = len(self.kinds) * np.arange(self.levels), _alike_kinds(self.kinds)
         own_gradient = self.own_gradient_bytes.T[last]
-        tied = holds_both_ends(self.kinds, counts)[..., None]
+        tied = (count_ends(self.kinds, counts) == 2)[..., None]
         held_kinds = set(np.unique(np.nonzero(counts)[-1]).tolist())
         is_late = is_exact and self.own_late_bytes.any()
         passed = set[int]()
@@ -335,7 +331,7 @@ def build_table(
     cost: CostModel, passes: Passes, encoder_memory: EncoderMemory = NO_ENCODERS
 ) -> MemoryTable:
     """Return the memory table of passes, with data-parallel encoders' memory, by default none."""
-    units, buffers = [*cost.units.values()], cost.library_buffers
+    units = [*cost.units.values()]
     activation, boundary, gradient, passing = (
         _coefficients(cost, f"{name}_bytes")
         for name in ("activation", "boundary", "output_gradient", "passing")
@@ -371,17 +367,19 @@ def build_table(
     extra = {LANGUAGE_EMBED: 2, HEAD: 0}
     tied = [extra.get(kind.name, 1) * (kind.tower == LANGUAGE) for kind in cost.kinds]
     matrix_bytes = cost.tied_trained_parameters * cost.rates.weight_bytes
+    once = [_largest_bytes(cost, "shared_bytes", passes.largest)]
+    once.append(cost.expert_peer_bytes * cost.of_experts)
+    once += [
+        buffer.bytes * np.isin([*cost.units], [*buffer.kinds]) for buffer in cost.library_buffers
+    ]
     return MemoryTable(
         kinds=cost.kinds,
         chunk=passes.chunk,
-        state_bytes=np.array([unit_bytes(cost, unit) for unit in units]),
-        tied_bytes=unit_bytes(cost, None),
+        state_bytes=np.array([state_bytes(cost, unit).sum() for unit in units]),
+        tied_bytes=float(state_bytes(cost).sum()),
         cut_bytes=_cut_bytes(cost, passes.largest),
         link_buffers=passes.link_buffers,
-        shared_bytes=_largest_bytes(cost, "shared_bytes", passes.largest),
-        library_bytes=np.array([buffer.bytes for buffer in buffers]),
-        has_library=np.array([[n in buffer.kinds for buffer in buffers] for n in cost.units], int),
-        expert_bytes=cost.expert_peer_bytes * cost.of_experts,
+        once_bytes=np.stack(once, axis=1),
         has_backward=np.array([unit.has_backward for unit in units]),
         tied_gradient_bytes=matrix_bytes * cost.weight_parts * np.array(tied),
         encoder_memory=encoder_memory,
@@ -449,9 +447,9 @@ def _largest_bytes(cost: CostModel, name: str, largest: np.ndarray) -> np.ndarra
     return of_features.reshape(len(of_features), cost.levels, -1).sum(axis=2).max(axis=1)
 
 
-def _state_bytes(cost: CostModel, unit: UnitCost | None = None) -> np.ndarray:
-    """Return weights, gradients and optimizer state of a unit per device, or of the tied matrix.
-    [3]"""
+def state_bytes(cost: CostModel, unit: UnitCost | None = None) -> np.ndarray:
+    """Return weights, gradients and optimizer state of a unit per device, or of the tied matrix if
+    None. [3]"""
     if unit is None:
         held, trained = (cost.tied_parameters, 0), (cost.tied_trained_parameters, 0)
     else:
@@ -465,12 +463,6 @@ def _state_bytes(cost: CostModel, unit: UnitCost | None = None) -> np.ndarray:
             cost.of_parameters("optimizer_bytes", *trained),
         ]
     )
-
-
-def unit_bytes(cost: CostModel, unit: UnitCost | None) -> float:
-    """Return weights, gradients and optimizer state per device of a unit, or of the tied matrix if
-    None."""
-    return float(_state_bytes(cost, unit).sum())
 
 
 def contents_of(kinds: int, runs_of: Sequence[Sequence[UnitRun]]) -> tuple[np.ndarray, np.ndarray]:
@@ -512,7 +504,8 @@ def bytes_of_passes(
             if schedule == ONE_FORWARD_ONE_BACKWARD:
                 # As the search counts: the earliest layers of each kind are recomputed.
                 needed = np.maximum(needed, table.pass_bytes(*content))
-            others = micro_batches_in(cost, some.others).sum(axis=1)
+            # The first feature of every level is 1.
+            others = some.others[..., :: len(cost.features) // cost.levels].sum(axis=(1, 2))
             batches.append((some.row, some.kind, 0 * some.row + some.chunk, needed, held, others))
     row, kind, chunk, needed, held, others = map(np.concatenate, zip(*batches, strict=True))
     return PassBytes(row=row, kind=kind, chunk=chunk, needed=needed, held=held, others=others)
@@ -557,8 +550,8 @@ def stage_memory(
         needed: max `PassBytes.needed` over all passes.
         held: max `PassBytes.held` over all passes.
     """
-    state = np.stack([_state_bytes(cost, unit) for unit in cost.units.values()], axis=1) @ counts
-    state -= _state_bytes(cost) * holds_both_ends(cost.kinds, counts)
+    state = np.stack([state_bytes(cost, unit) for unit in cost.units.values()], axis=1) @ counts
+    state -= state_bytes(cost) * (count_ends(cost.kinds, counts) == 2)
     encoders = table.encoder_memory
     embeds = counts[[kind.name for kind in cost.kinds].index(LANGUAGE_EMBED)] > 0
     features = encoders.features * embeds

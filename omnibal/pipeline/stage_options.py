@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from scipy.linalg import block_diag
 
-from omnibal.base.arrays import rows_of
+from omnibal.base.arrays import expand_ranges, rows_of
 from omnibal.pipeline.bounds import Structure, min_largest, min_largest_with_marked
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.recompute import LevelFit, sets_near, useful_sets
@@ -250,10 +250,8 @@ def stage_choices(
     for of_kind in (sets.fitting, sets.optimistic):
         # Sets are sorted by kind of run: repeat each run for its range of them.
         first = np.searchsorted(of_kind.stage, np.arange(len(counts) + 1))
-        number = np.diff(first)[kind]
-        place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
-        layers = of_kind.layers[np.repeat(first[kind], number) + place]
-        options.append(recompute_options(problem, stage, np.repeat(chosen, number), layers))
+        row, place = expand_ranges(first[kind], np.diff(first)[kind])
+        options.append(recompute_options(problem, stage, chosen[row], of_kind.layers[place]))
     return options[0], options[1], sets.complete
 
 

@@ -131,11 +131,6 @@ class Stage(Frozen):
         return frozenset(span.part for span in self.units)
 
     @property
-    def size(self) -> int:
-        """Number of units."""
-        return sum(map(len, self.units))
-
-    @property
     def layer_count(self) -> int:
         """Number of layers of all towers."""
         return sum(len(span.layers) for span in self.units if span.layers)

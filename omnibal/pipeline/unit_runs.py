@@ -37,23 +37,10 @@ def unit_spans(model: ModelConfig) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def unit_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
-    """Return the stage's units of each kind. [kinds]"""
-    return np.array(
-        [
-            sum(map(kind.has_layer, stage.layers(kind.tower)))
-            if kind.is_layer
-            else stage.holds(kind.plan_name)
-            for kind in kinds
-        ],
-        np.int64,
-    )
-
-
-def recomputed_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
-    """Return the stage's recomputed units of each kind. [kinds]"""
-    layers = (sum(map(kind.has_layer, stage.recomputed_in(kind.tower))) for kind in kinds)
-    return np.array([*layers], np.int64)
+def unit_counts(kinds: Sequence[UnitKind], spans: Sequence[Span]) -> np.ndarray:
+    """Return the number of units of each kind in a stage's units or recomputed layers. [kinds]"""
+    names = stage_units(kinds, spans)
+    return np.array([names.count(kind.name) for kind in kinds], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,9 +87,9 @@ def counts_of_runs(kinds: int, runs: Sequence[UnitRun]) -> tuple[np.ndarray, np.
     return counts, recomputed.ravel()
 
 
-def stage_units(kinds: Sequence[UnitKind], stage: Stage) -> tuple[str, ...]:
-    """Return the kind name of every unit, in model order."""
-    return tuple(_kind_of(kinds, unit).name for span in stage.units for unit in span.units)
+def stage_units(kinds: Sequence[UnitKind], spans: Sequence[Span]) -> tuple[str, ...]:
+    """Return the kind name of every unit, in the order of `spans`."""
+    return tuple(_kind_of(kinds, unit).name for span in spans for unit in span.units)
 
 
 def _kind_of(kinds: Sequence[UnitKind], unit: Span) -> UnitKind:
@@ -112,21 +99,10 @@ def _kind_of(kinds: Sequence[UnitKind], unit: Span) -> UnitKind:
     return next(kind for kind in kinds if kind.tower == unit.name and kind.has_layer(layer))
 
 
-def holds_both_ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
-    """Return whether stages [..., kinds] hold both language embed and head. [...]"""
-    embed, head = _has_ends(kinds, counts)
-    return embed & head
-
-
-def holds_one_end(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
-    """Return whether stages [..., kinds] hold language embed or head, not both. [...]"""
-    embed, head = _has_ends(kinds, counts)
-    return embed != head
-
-
-def _has_ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def count_ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
+    """Return how many of language embed and head stages [..., kinds] hold: 0 to 2. [...]"""
     names = [kind.name for kind in kinds]
-    return counts[..., names.index(LANGUAGE_EMBED)] > 0, counts[..., names.index(HEAD)] > 0
+    return (counts[..., [names.index(LANGUAGE_EMBED), names.index(HEAD)]] > 0).sum(axis=-1)
 
 
 def stages_from_cuts(
@@ -163,29 +139,17 @@ def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
     """Raise UserError unless stages hold all units in order and recompute their own layers."""
     position, units = 0, unit_spans(model)
     for index, stage in enumerate(stages):
-        if not stage.units:
+        held = tuple(unit for span in stage.units for unit in span.units)
+        if not held or held != units[position : position + len(held)]:
             raise UserError(
-                f"stage {index} of {len(stages)} is empty; every stage must hold at least one "
-                "unit: move a layer to it or plan fewer pipeline stages"
+                f"stage {index} holds {_format_units(held) or 'nothing'}, but after the stages "
+                f"before it {model.name} has {_format_units(units[position:]) or 'nothing'}; "
+                "stages must hold all units in model order: correct the stages' units in "
+                "plan.json, or plan again"
             )
-        held = [unit for span in stage.units for unit in span.units]
-        unknown = [unit for unit in held if unit not in units]
-        if unknown:
-            raise UserError(
-                f"stage {index} holds {unknown[0]}, which {model.name} does not have; its units "
-                f"are {_format_units(units)}: correct the stages' units in plan.json, or plan again"
-            )
-        expected = units[position : position + len(held)]
-        if tuple(held) != expected:
-            raise UserError(
-                f"stage {index} holds {_format_units(held)}, but after the stages before it "
-                f"{model.name} has {_format_units(units[position:]) or 'nothing'}; stages must "
-                "hold all units in model order: correct the stages' units in plan.json, or plan "
-                "again"
-            )
-        layers = [span for span in stage.units if span.layers]
+        layers = [unit for unit in held if unit.layers]
         again = [unit for span in stage.recompute for unit in span.units]
-        if len(set(again)) != len(again) or not set(again) <= {u for s in layers for u in s.units}:
+        if len(set(again)) != len(again) or not set(again) <= set(layers):
             raise UserError(
                 f"stage {index} recomputes {_format_units(stage.recompute)} but holds "
                 f"{_format_units(layers) or 'no layer'}; recompute must name layers of the stage, "

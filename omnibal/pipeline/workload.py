@@ -120,12 +120,6 @@ class Workload:
         """Whether ranks share packs or run in lockstep, so all follow one order of passes."""
         return self.has_shared or self.lockstep_ranks > 1
 
-    @property
-    def is_needed(self) -> np.ndarray:
-        """Rows to keep without lockstep, bool [rows]: not empty ones, unless `encoding` may have
-        waits in them."""
-        return ~self.is_empty if self.encoding is None else np.ones(len(self), bool)
-
     def some_steps(self, max_steps: int) -> "Workload":
         """Select at most `max_steps` steps, spread evenly over the run; step numbers are kept."""
         steps = np.unique(self.step)

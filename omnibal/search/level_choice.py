@@ -19,7 +19,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.units import EXCHANGED, unit_names
 from omnibal.packing.features import is_attended, pack_features, part_features
 from omnibal.packing.packs import Packs
-from omnibal.pipeline.stage_memory import GIB, unit_bytes
+from omnibal.pipeline.stage_memory import GIB, state_bytes
 
 _FORMS = (
     (CutRule.WHOLE, ContextExchange.GATHER),
@@ -64,7 +64,7 @@ class WholeModel:
             kept_bytes=np.sum([n * u.activation_bytes for n, u in units], axis=0),
             saved_bytes=np.stack([n * (u.activation_bytes - u.boundary_bytes) for n, u in layers]),
             working_bytes=np.vstack([u.transient_bytes for _, u in units]),
-            state_bytes=sum(n * unit_bytes(cost, u) for n, u in units),
+            state_bytes=sum(n * float(state_bytes(cost, u).sum()) for n, u in units),
         )
 
     def recomputed_share(self, features: np.ndarray, job: JobSpec, micro_batches: float) -> float:

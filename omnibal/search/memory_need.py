@@ -8,7 +8,7 @@ from omnibal.model.levels import are_plain
 from omnibal.model.units import unit_names
 from omnibal.pipeline.encoder_search import min_peak_with_encoders
 from omnibal.pipeline.least_peak import min_peak_of_splits
-from omnibal.pipeline.stage_memory import GIB, unit_bytes
+from omnibal.pipeline.stage_memory import GIB, state_bytes
 
 _GIB_DIGITS = 3  # significant digits of GiB
 
@@ -30,8 +30,8 @@ def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
 def least_state_gib(job: JobSpec) -> float:
     """Return weights, gradients and optimizer state in GiB per device, mean over stages."""
     units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
-    state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)  # with a tied matrix twice
-    return (state_bytes - unit_bytes(job.cost, None)) / job.parallel.pipeline / GIB
+    of_units = sum(float(state_bytes(job.cost, unit).sum()) for unit in units)  # tied matrix twice
+    return (of_units - float(state_bytes(job.cost).sum())) / job.parallel.pipeline / GIB
 
 
 def gib_text(gib: float) -> str:

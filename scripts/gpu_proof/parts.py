@@ -204,7 +204,7 @@ def stage_flops(files: PlanFiles, stage: int, features: np.ndarray) -> float:
     """Return FLOPs of a stage over all tensor-parallel ranks; `features` [packs, features]."""
     job = files.job
     flops = unit_flops(job.model, job.frozen, job.adapters)
-    counts = unit_counts(job.cost.kinds, files.plan.stages[stage])
+    counts = unit_counts(job.cost.kinds, files.plan.stages[stage].units)
     per_feature = sum(
         int(count) * flops[kind.name] for kind, count in zip(job.cost.kinds, counts, strict=True)
     )

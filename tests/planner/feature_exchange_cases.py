@@ -41,7 +41,8 @@ def every_choice(problem: PlacementProblem, fewest: int = 1) -> Iterator[DataPar
             item_ms = cost.item_ms(dict.fromkeys(none, a_pass))
             rounded = {name: round(ms, 6) for name, ms in item_ms.items()}
             choice = choice_of(pipelines, a_pass, none, item_ms=rounded, square_ms=square_ms)
-            most = ItemShares.build(problem.workload, problem.features, cost, choice).max_items()
+            workload = problem.task.workload
+            most = ItemShares.build(workload, problem.features, cost, choice).max_items()
             if a_pass >= 2 * max(fewest, *most.values()):
                 break
             for kept, sharded in product(kept_choices(cost, most), problem.encoders):

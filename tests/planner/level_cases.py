@@ -22,7 +22,7 @@ from omnibal.pipeline.schedules import ChunkPass, Pass, one_forward_one_backward
 from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.stage_units import Stage
-from omnibal.pipeline.unit_runs import check_stages, recomputed_counts, stage_units
+from omnibal.pipeline.unit_runs import check_stages, stage_units, unit_counts
 from omnibal.pipeline.workload import Workload
 
 
@@ -403,9 +403,9 @@ def walk_all(
     names = [kind.name for kind in kinds]
     runs = []
     for at_levels in zip(*stages_at, strict=True):
-        again = [recomputed_counts(kinds, stage).tolist() for stage in at_levels]
+        again = [unit_counts(kinds, stage.recompute).tolist() for stage in at_levels]
         chosen = tuple(tuple(zip(names, counts, strict=True)) for counts in again)
-        runs.append(run_of(costs, stage_units(kinds, at_levels[0]), packs, [chosen]))
+        runs.append(run_of(costs, stage_units(kinds, at_levels[0].units), packs, [chosen]))
     peaks = [float(run_peaks(run, n, len(runs), packs)[0]) for n, run in enumerate(runs)]
     return float(split_ms(costs, runs, packs).ravel()[0]), peaks
 

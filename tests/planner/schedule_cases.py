@@ -81,7 +81,7 @@ def simulate_1f1b(
 def needed_ms(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> float:
     """Return ms of all micro-batches' passes without recomputation and collectives."""
     times = stage_times(cost, stages, features)
-    units = [cost.units[unit] for stage in stages for unit in stage_units(cost.kinds, stage)]
+    units = [cost.units[unit] for stage in stages for unit in stage_units(cost.kinds, stage.units)]
     collective_ms = sum(unit.collective_ms.sum(axis=0) for unit in units)
     passes_ms = times.forward_ms + times.backward_ms
     return float(passes_ms.sum() - features.sum(axis=0) @ collective_ms)

@@ -32,9 +32,9 @@ from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_units import Span, Stage, merge_spans
 from omnibal.pipeline.unit_runs import (
     check_stages,
-    recomputed_counts,
     stage_units,
     stages_from_cuts,
+    unit_counts,
 )
 from omnibal.pipeline.workload import Workload
 
@@ -61,7 +61,7 @@ def random_workload(rng: np.random.Generator, steps: int, m: int, features: int 
 
 
 def cuts_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
-    return tuple(int(c) for c in np.cumsum([stage.size for stage in stages])[:-1])
+    return tuple(int(c) for c in np.cumsum([sum(map(len, stage.units)) for stage in stages])[:-1])
 
 
 def paper_cost(language_layer_ms: float) -> CostModel:
@@ -92,7 +92,7 @@ def test_splits_are_the_most_even_of_all(method: str):
         }[method]
         ranked = []
         for stages in all_cuts(model, p):
-            loads = [sum(map(sizes.get, stage_units(cost.kinds, stage))) for stage in stages]
+            loads = [sum(map(sizes.get, stage_units(cost.kinds, stage.units))) for stage in stages]
             squares = sum(load**2 for load in loads)
             ranked.append((round(max(loads), 6), round(squares, 6), cuts_of(stages)))
         ranked.sort()
@@ -147,7 +147,9 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
                 with_front(bare, index, numbers[0])[index] for index, numbers in enumerate(fitting)
             )
             if rule == RecomputeRule.FRONT:
-                last = [np.count_nonzero(recomputed_counts(cost.kinds, each)) for each in stages]
+                last = [
+                    np.count_nonzero(unit_counts(cost.kinds, each.recompute)) for each in stages
+                ]
                 outcomes["several kinds"] += max(last) > 1
                 outcomes["part"] += any(
                     0 < numbers[0] < len(of_stage) - 1

@@ -26,7 +26,7 @@ from omnibal.job.planner import PlanResult, make_plan, predict_plan
 from omnibal.model.adapter_settings import AdapterConfig
 from omnibal.model.config import load_cluster
 from omnibal.model.encoders import TilingConfig
-from omnibal.model.levels import CutRule
+from omnibal.model.levels import CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
@@ -73,7 +73,7 @@ def plan_with_levels(packs=None, packs_per_step: int = 12) -> PlanResult:
     data = SampleData(
         settings=ISF,
         lengths=long_and_short(240 if packs is None else len(packs.packs.samples)),
-        levels=tuple(level.plain_level for level in levels),
+        levels=tuple(Level(caps=one.caps, context=one.context, cut=one.cut) for one in levels),
         packs_per_step=packs_per_step,
     )
     packs = data.schedule(OF_LEVELS)[0] if packs is None else packs
@@ -588,7 +588,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
         assert_refused(directory, "data.origin of plan.json and of lengths.parquet differ")
     for changes, expected in (
         ({"tiling": TilingConfig(max_dynamic_patch=3)}, "another tiling than model.tiling"),
-        ({"image_size": 64}, "tiles of 32 pixels"),
+        ({"image_size": 64}, r"pixels and tokens per tile \(32"),
     ):
         rewrite_data(directory, origin=origin_of(MODEL))
         rewrite_plan(directory, model=model.with_tower("vision", **changes))

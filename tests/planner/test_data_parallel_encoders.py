@@ -37,6 +37,7 @@ from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_levels
+from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts, unit_spans
@@ -146,19 +147,14 @@ def random_problem(
     for name in {one.feature for one in encoders[ways[0]].encoders.values()}:
         some = rng.integers(0, 6, len(features)) * (rng.random(len(features)) < 0.7)
         features[:, cost.features.index(name)] = some
-    return PlacementProblem(
-        cost=cost,
-        features=cost.features,
-        model=model.without_encoders(),
-        encoders=encoders,
-        workload=workload_of(counts, features),
-        memory_cap_bytes=np.inf,
-    )
+    workload = workload_of(counts, features)
+    task = SplitTask(cost, model.without_encoders(), workload, parallel.pipeline)
+    return PlacementProblem(task=task, features=cost.features, encoders=encoders)
 
 
 def items_of_ranks(problem: PlacementProblem, choice: DataParallelEncoders, step: int, block: int):
     """Return items per rank of a group in a step, by encoder, with their runs and pipelines."""
-    load, cost = problem.workload, problem.any_encoders
+    load, cost = problem.task.workload, problem.any_encoders
     own = load.rows((load.step == step) & (load.dp_rank // choice.pipelines == block))
     columns = {name: problem.features.index(one.feature) for name, one in cost.encoders.items()}
     items = {name: own.features[:, columns[name]].astype(np.int64) for name in columns}
@@ -178,7 +174,7 @@ def items_of_ranks(problem: PlacementProblem, choice: DataParallelEncoders, step
 
 def pipeline_ms(problem: PlacementProblem, stages, own: Workload) -> float:
     """Return a pipeline's step time: each operation starts as soon as possible."""
-    times = stage_times(problem.cost, stages, own.features)
+    times = stage_times(problem.task.cost, stages, own.features)
     passes = {Pass.FORWARD: times.forward_ms, Pass.BACKWARD: times.backward_ms}
     schedule = one_forward_one_backward(len(stages), 1, len(own))
     ran = event_loop(schedule, passes, times.forward_link_ms, times.backward_link_ms)
@@ -189,14 +185,14 @@ def looped_steps_ms(problem: PlacementProblem, choice, stages, step: int) -> tup
     """Return a step's time (encoders, exchange, pipelines, exchange, encoders, update), and the
     mean pipeline's with evenly divided encoder work."""
     cost, ends, alone = problem.encoders[choice.sharded], [], []
-    groups = range(problem.workload.data_parallel_size // choice.pipelines)
+    groups = range(problem.task.workload.data_parallel_size // choice.pipelines)
     dealt = [items_of_ranks(problem, choice, step, block) for block in groups]
     passes = {
         name: [[equal_passes(choice, name, n) for n in items[name]] for items, *_ in dealt]
         for name in cost.encoders
     }
     busy, even = ranks_ms(cost, choice.pipelines, passes)
-    load = problem.workload.rows(problem.workload.step == step)
+    load = problem.task.workload.rows(problem.task.workload.step == step)
     for block in groups:
         exchange_ms = exchanges_ms(problem, choice, block, dealt[block])
         pipelines_ms = [
@@ -207,12 +203,12 @@ def looped_steps_ms(problem: PlacementProblem, choice, stages, step: int) -> tup
         alone += [even[block].sum(axis=1).mean() + each + exchange_ms for each in pipelines_ms]
     once_ms = cost.gather_ms + cost.reduction_ms
     parameters = [
-        sum(problem.cost.units[unit].trained_parameters for unit in units)
-        for units in (stage_units(problem.cost.kinds, stage) for stage in stages)
+        sum(problem.task.cost.units[unit].trained_parameters for unit in units)
+        for units in (stage_units(problem.task.cost.kinds, stage.units) for stage in stages)
     ]
     of_all = [each.update_ms for each in problem.encoders.values()]
-    once_ms += problem.cost.optimizer_ms_fixed - min(of_all) + cost.update_ms
-    once_ms += problem.cost.rates.optimizer_ms * max(parameters)
+    once_ms += problem.task.cost.optimizer_ms_fixed - min(of_all) + cost.update_ms
+    once_ms += problem.task.cost.rates.optimizer_ms * max(parameters)
     return max(ends) + once_ms, float(np.mean(alone)) + once_ms
 
 
@@ -272,10 +268,10 @@ def test_steps_last_as_an_event_loop_says(towers, parallel, ways):
         problem = random_problem(rng, towers, parallel, steps=3, ways=ways)
         if seed == 0:  # no items at all
             columns = [problem.features.index(FEATURES[name]) for name in towers.split()[:-1]]
-            problem.workload.features[:, columns] = 0
-        units = len(unit_spans(problem.model))
+            problem.task.workload.features[:, columns] = 0
+        units = len(unit_spans(problem.task.model))
         cuts = np.sort(rng.choice(np.arange(1, units), parallel.pipeline - 1, replace=False))
-        stages = stages_from_cuts(problem.model, cuts.tolist())
+        stages = stages_from_cuts(problem.task.model, cuts.tolist())
         choice = random_choice(rng, problem.encoders, FEW)
         task = problem.make_stage_task(choice)
         simulated = simulate_levels(task.cost, [stages], task.workload).step_ms
@@ -292,7 +288,7 @@ def test_parts_of_a_step_add_up():
         choice = random_choice(rng, problem.encoders, FEW)
         task = problem.make_stage_task(choice)
         cost, workload = task.cost, task.workload
-        stages = stages_from_cuts(problem.model, [3])
+        stages = stages_from_cuts(problem.task.model, [3])
         step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
         lost = lost_time(cost, [stages], workload, step_ms)
         named = lost.causes()
@@ -301,7 +297,7 @@ def test_parts_of_a_step_add_up():
         looped = [looped_steps_ms(problem, choice, stages, step) for step in range(2)]
         uneven_ms = np.mean([all_ms - alone_ms for all_ms, alone_ms in looped])
         assert lost.rank_imbalance_ms == pytest.approx(uneven_ms)
-        work_ms = needed_ms(problem.cost, stages, workload.features)
+        work_ms = needed_ms(problem.task.cost, stages, workload.features)
         for step, block in product(range(2), range(4 // choice.pipelines)):
             counts, *_ = items_of_ranks(problem, choice, step, block)
             for name, one in problem.any_encoders.encoders.items():
@@ -317,9 +313,9 @@ def test_memory_is_what_a_loop_over_ranks_counts():
         rng = np.random.default_rng(seed)
         problem = random_problem(rng, "vision audio language", Parallel(pipeline=2, data=4), 4)
         choice, cost = random_choice(rng, problem.encoders, FEW), problem.any_encoders
-        shares = ItemShares.build(problem.workload, problem.features, cost, choice)
+        shares = ItemShares.build(problem.task.workload, problem.features, cost, choice)
         encoder_memory = memory_of_encoders(shares, cost, choice)
-        held, rows, features, load = [], [], [], problem.workload
+        held, rows, features, load = [], [], [], problem.task.workload
         for step, block in product(range(4), range(4 // choice.pipelines)):
             counts, _, pipeline = items_of_ranks(problem, choice, step, block)
             own = load.rows((load.step == step) & (load.dp_rank // choice.pipelines == block))
@@ -417,27 +413,29 @@ def test_search_finds_what_trying_everything_finds(towers, ways, in_lockstep):
         parallel = Parallel(pipeline=2, data=2)
         problem = random_problem(rng, towers, parallel, steps=1, most=2, ways=ways)
         if in_lockstep:
-            cost = replace(problem.cost, runs_in_lockstep=True)
-            problem = replace(problem, cost=cost, workload=problem.workload.in_groups_of(2))
+            cost = replace(problem.task.cost, runs_in_lockstep=True)
+            workload = problem.task.workload.in_groups_of(2)
+            problem = replace(problem, task=replace(problem.task, cost=cost, workload=workload))
         tried = list(all_choices(problem))
         # A memory cap that few choices fit.
         cap = sorted(need for need, _ in tried)[len(tried) // 50] * 1.0001
         best_ms = min(ms for need, ms in tried if fits_cap(need, cap))
-        found = search_encoders(replace(problem, memory_cap_bytes=cap))
-        assert found.search.step_ms == pytest.approx(best_ms, rel=1e-9)
-        assert found.search.lower_bound_ms <= best_ms * (1 + 1e-9)
-        compared += found.search.gap < 1e-9
+        capped = replace(problem, task=replace(problem.task, memory_cap_bytes=cap))
+        _, found = search_encoders(capped)
+        assert found.step_ms == pytest.approx(best_ms, rel=1e-9)
+        assert found.lower_bound_ms <= best_ms * (1 + 1e-9)
+        compared += found.gap < 1e-9
     assert compared, "some are proven"
 
 
 def all_choices(problem: PlacementProblem):
     """Yield peak bytes and step time of every choice with every split and recomputation."""
-    is_layer = [word.layers is not None for word in unit_spans(problem.model)]
+    is_layer = [word.layers is not None for word in unit_spans(problem.task.model)]
     splits = []
     for cut in range(1, len(is_layer)):
         held = sum(is_layer[:cut]), sum(is_layer[cut:])
         for a, b in product(range(held[0] + 1), range(held[1] + 1)) if min(held) > 0 else ():
-            splits.append(stages_from_cuts(problem.model, [cut], [[a], [b]]))
+            splits.append(stages_from_cuts(problem.task.model, [cut], [[a], [b]]))
     for choice in every_choice(problem):
         task = problem.make_stage_task(choice)
         cost, workload = task.cost, task.workload

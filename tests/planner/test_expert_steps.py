@@ -103,7 +103,7 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ra
         assert result.step_ms == pytest.approx(step_ms, rel=1e-9)
         alone_ms, _ = walk_all(costs, result.stages_at, replace(packs, lockstep_ranks=1))
         waits += alone_ms < best_ms * (1 - 1e-6)
-        held = [stage_units(cost.kinds, stage) for stage in result.stages_at[0]]
+        held = [stage_units(cost.kinds, stage.units) for stage in result.stages_at[0]]
         without_experts += not all(LAYER in units for units in held)
         assert 0 < min_step_ms(SplitTask(cost, model, packs, p)) <= best_ms * (1 + 1e-9)
     assert waits >= cases / 3

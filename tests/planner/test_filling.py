@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from length_cases import texts
 
+from omnibal.job.filling import worth_filling
 from omnibal.job.job import JobSpec
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.levels import CutRule, Level
@@ -24,6 +26,10 @@ JOB = JobSpec(
 )
 
 
+def worth_of(tokens: Sequence[int], levels: Sequence[Level]) -> np.ndarray:
+    return worth_filling(JOB.costs_at(levels), JOB.model, texts(tokens), levels)
+
+
 def device_ms(tokens: Sequence[int], level: Level) -> float:
     """Return the device time of a pack of these samples, summed over its ranks."""
     (cost,) = JOB.costs_at([level])
@@ -40,7 +46,7 @@ def test_samples_fill_where_that_takes_less_time(context, cap, fills):
     short = Level(caps=Caps.of(tokens=cap))
     long = Level(caps=Caps.of(tokens=65_536), context=context)
     tokens = [2, cap // 4, cap, 40_000]
-    worth = JOB.worth_filling(texts(tokens), (short, long))
+    worth = worth_of(tokens, (short, long))
     rest = [40_000, 20_000]
     for size in tokens[:-1]:
         added = device_ms([*rest, size], long) - device_ms(rest, long)
@@ -54,5 +60,5 @@ def test_samples_that_stay_whole_fill_for_nothing():
     """Prevents charging exchange for samples that a shared pack keeps on one rank."""
     short = Level(caps=Caps.of(tokens=3_000))
     long = Level(caps=Caps.of(tokens=65_536), context=8, cut=CutRule.WHOLE)
-    worth = JOB.worth_filling(texts([16, 2_048, 2_049, 60_000]), (short, long))
+    worth = worth_of([16, 2_048, 2_049, 60_000], (short, long))
     assert worth[1, :-1].tolist() == [True, True, False]

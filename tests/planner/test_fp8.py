@@ -15,7 +15,7 @@ from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.targets import TARGETS, TargetName
-from omnibal.pipeline.stage_memory import unit_bytes
+from omnibal.pipeline.stage_memory import state_bytes
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.line import line_of
@@ -76,9 +76,9 @@ def test_weights_have_two_copies_or_are_those():
     runtime = RuntimeOptions(fp8=Fp8(keeps_bf16_weights=False))
     alone = analytic_cost(LLAMA, CLUSTER, ONE, "fp8", runtime=runtime)
     for name, copies in (("language_layer", 2 * WEIGHTS), ("language_embed", 0), ("head", 0)):
-        before = unit_bytes(plain, plain.units[name])
-        assert unit_bytes(cost, cost.units[name]) - before == copies
-        assert unit_bytes(alone, alone.units[name]) == before
+        before = state_bytes(plain, plain.units[name]).sum()
+        assert state_bytes(cost, cost.units[name]).sum() - before == copies
+        assert state_bytes(alone, alone.units[name]).sum() == before
     cast_ms = cost.rates.optimizer_ms - plain.rates.optimizer_ms
     assert cast_ms == pytest.approx(6 / MOVED)
 

@@ -232,7 +232,9 @@ def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
             before = cost.units[names[cut - 1]]
             came = one @ (before.output_bytes + before.output_gradient_bytes)
             assert checked - without == pytest.approx(came), cut
-            assert tables[1].pass_bytes(unit_counts(kinds, stage), none)[0] >= checked * (1 - 1e-12)
+            assert tables[1].pass_bytes(unit_counts(kinds, stage.units), none)[0] >= checked * (
+                1 - 1e-12
+            )
 
 
 def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() -> None:
@@ -242,7 +244,7 @@ def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() ->
     kinds, (whole,) = cost.kinds, stages_from_cuts(model, ())
     cells = np.array([float(name == "image_tokens") for name in cost.features])
     passes = passes_of(cells[None], 0 * cells[None])
-    table, held = build_table(cost, passes), unit_counts(kinds, whole)
+    table, held = build_table(cost, passes), unit_counts(kinds, whole.units)
     layers = [at for at, kind in enumerate(kinds) if kind.is_layer and kind.tower == "vision"]
     plain = [at for at in layers if "deepstack" not in kinds[at].name]
     assert len(plain) > 1
@@ -274,7 +276,7 @@ def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> N
     alike = LayerGroups.build(kinds)
     layers = [kind for kind in kinds if kind.is_layer]
     assert sorted(map(len, alike.groups)) == [2, 2, 3] and len(layers) == 7
-    counts = unit_counts(kinds, stages_from_cuts(model, ())[0])
+    counts = unit_counts(kinds, stages_from_cuts(model, ())[0].units)
     held = np.array([n for n, kind in zip(counts, kinds, strict=True) if kind.is_layer])
     assert alike.sum_groups(held).tolist() == [7, 2, 4]
     # The first four of seven plain vision layers: 0, 1, 3, 4.

@@ -113,7 +113,7 @@ def stage_bounds_ms(forward: np.ndarray, backward: np.ndarray, p: int) -> np.nda
 
 def bounds_near(bounds: np.ndarray, stages: Sequence[Stage], radius: int) -> np.ndarray:
     """Return the bounds of splits whose cuts are within `radius` of a split's, else infinite."""
-    edges = np.cumsum([0, *(stage.size for stage in stages)])
+    edges = np.cumsum([0, *(sum(map(len, stage.units)) for stage in stages)])
     near = np.abs(np.arange(bounds.shape[1]) - edges[:, None]) <= radius
     return np.where(near[:-1, :, None] & near[1:, None], bounds, np.inf)
 
@@ -177,7 +177,7 @@ def test_no_split_with_its_cheapest_recomputed_layers_is_faster(tokens):
     for stages in all_cuts(model, 4):
         cheapest = []
         for table, stage in zip(tables, stages, strict=True):
-            counts = unit_counts(cost.kinds, stage)
+            counts = unit_counts(cost.kinds, stage.units)
             is_layer = np.isin(np.arange(len(counts)), layers)
             again = [*product(*(range(n + 1) for n in (counts * is_layer).tolist()))]
             peaks = table.peak_bytes(counts, np.array(again))
@@ -185,7 +185,7 @@ def test_no_split_with_its_cheapest_recomputed_layers_is_faster(tokens):
             if len(fitting):
                 cheapest.append(fitting[(fitting @ mean_ms).argmin(), layers].tolist())
         if len(cheapest) == 4:
-            cuts = np.cumsum([stage.size for stage in stages])[:-1].tolist()
+            cuts = np.cumsum([sum(map(len, stage.units)) for stage in stages])[:-1].tolist()
             chosen = stages_from_cuts(model, cuts, cheapest)
             best_ms = min(best_ms, simulated_ms(cost, chosen, packs))
             recomputing += any(stage.recompute for stage in chosen)

@@ -41,7 +41,6 @@ from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import (
     check_stages,
     layer_kinds,
-    recomputed_counts,
     stages_from_cuts,
     unit_counts,
 )
@@ -139,7 +138,7 @@ def test_the_search_equals_brute_force(towers: str, most: int, least: dict[str, 
         assert peak <= task.memory_cap_bytes * (1 + 1e-9)
         walked_ms, peaks = walk_all([cost], [result.stages], packs)
         assert (step_ms, peak) == pytest.approx((walked_ms, max(peaks)), rel=1e-9)
-        again = [np.count_nonzero(recomputed_counts(cost.kinds, s)) for s in result.stages]
+        again = [np.count_nonzero(unit_counts(cost.kinds, s.recompute)) for s in result.stages]
         outcomes["recomputed" if max(again) else "kept"] += 1
         outcomes["several"] += max(again) > 1
     assert all(outcomes[name] >= count for name, count in least.items()), outcomes
@@ -453,7 +452,7 @@ def test_stages_that_are_not_the_model_are_refused(index, units, recompute, mess
 def test_an_empty_stage_is_refused():
     """Prevents a stage that only passes tensors on."""
     model = small_model(3, 3)
-    with pytest.raises(UserError, match="stage 1 of 2 is empty"):
+    with pytest.raises(UserError, match="stage 1 holds nothing"):
         check_stages(model, [*stages_from_cuts(model, ()), Stage.parse()])
 
 
@@ -507,9 +506,9 @@ def recompute_options(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tup
     layers = layer_kinds(cost.kinds)
     every = []
     for part in parts:
-        counts = unit_counts(cost.kinds, part)[layers].tolist()
+        counts = unit_counts(cost.kinds, part.units)[layers].tolist()
         every.append([*product(*(range(count + 1) for count in counts))])
-    cuts = np.cumsum([part.size for part in parts])[:-1].tolist()
+    cuts = np.cumsum([sum(map(len, part.units)) for part in parts])[:-1].tolist()
     model = small_model(2, 3)
     return (stages_from_cuts(model, cuts, numbers) for numbers in product(*every))
 

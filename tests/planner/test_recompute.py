@@ -10,7 +10,7 @@ from cost_cases import model_of, passes_of, random_cost, random_features, small_
 from omnibal.cost.model import UnitCost
 from omnibal.pipeline import recompute
 from omnibal.pipeline import stage_memory as stage_memory_module
-from omnibal.pipeline.recompute import min_peak_bytes, useful_sets
+from omnibal.pipeline.recompute import all_layers, useful_sets
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import (
     GIB,
@@ -23,7 +23,6 @@ from omnibal.pipeline.stage_units import merge_spans
 from omnibal.pipeline.unit_runs import (
     counts_of_runs,
     layer_kinds,
-    recomputed_counts,
     stage_units,
     stages_from_cuts,
     unit_counts,
@@ -57,7 +56,8 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
         counts = np.zeros((8, len(cost.kinds)), np.int64)
         counts[:, layers] = rng.integers(0, most + 1, (len(layers), 8)).T
         counts[:, -1] = rng.integers(0, 2, 8)
-        low, high = min_peak_bytes(table, counts), table.peak_bytes(counts, 0 * counts)
+        again = all_layers(cost.kinds, counts)
+        low, high = table.peak_bytes(counts, again), table.peak_bytes(counts, 0 * counts)
         cap = rng.uniform(0.9 * low.min(), high.max())
         useful = useful_sets(table, counts, extreme_ms, cap).fitting
         for stage in range(len(counts)):
@@ -129,7 +129,7 @@ def test_stage_memory_and_time_by_hand():
     others = passes_of(features, features[::-1])
     table, runs = build_table(cost, others), unit_runs(cost.kinds, [stage])
     held = table.activation_bytes(*counts_of_runs(len(cost.kinds), runs)).max()
-    counts, needed = unit_counts(cost.kinds, stage), table.stage_bytes([runs]).max()
+    counts, needed = unit_counts(cost.kinds, stage.units), table.stage_bytes([runs]).max()
     memory = stage_memory(cost, counts, table, needed, held)
     assert len(stage.layers("language")) == 2
     assert stage.recomputed_in("language") == (2,)
@@ -170,8 +170,11 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
     table = build_table(cost, passes_of(features, features[::-1], links, kind))
     in_order = [unit for span in plain.units for unit in span.units]
     layers = [unit for span in plain.units if span.layers for unit in span.units]
-    counts, names = unit_counts(cost.kinds, plain), [kind.name for kind in cost.kinds]
-    kinds, last = [names.index(name) for name in stage_units(cost.kinds, plain)], names.index(LAYER)
+    counts, names = unit_counts(cost.kinds, plain.units), [kind.name for kind in cost.kinds]
+    kinds, last = (
+        [names.index(name) for name in stage_units(cost.kinds, plain.units)],
+        names.index(LAYER),
+    )
     more = 0
     for _ in range(30):
         chosen = rng.integers(0, 2, len(layers)).astype(bool)
@@ -189,9 +192,9 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
             most = np.maximum(most, running + gradient)
             own = own + (left if unit in again else kept)
         links_bytes = links @ np.append(table.cut_bytes[:2, 0], table.cut_bytes[2:, last])
-        links_bytes += max(table.shared_bytes[: last + 1])
+        links_bytes += max(table.once_bytes[: last + 1, 0])
         np.testing.assert_allclose(found, others + most + links_bytes)
-        earliest = table.pass_bytes(counts, recomputed_counts(cost.kinds, stage))
+        earliest = table.pass_bytes(counts, unit_counts(cost.kinds, stage.recompute))
         assert (found >= earliest * (1 - 1e-12)).all()
         more += (found > earliest * 1.001).any()
         numbers = [sum(layer.name == tower for layer in again) for tower in ("vision", "language")]

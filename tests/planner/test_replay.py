@@ -30,7 +30,7 @@ from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedul
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB, bytes_of_passes, stage_memories
-from omnibal.pipeline.unit_runs import recomputed_counts, stages_from_cuts, unit_counts
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
 pytestmark = pytest.mark.quick
@@ -56,7 +56,7 @@ class Job:
         plan = self.plan
         packs, stages_at = self.data[0], plan.stages_at_levels
         return predict(
-            self.cost, plan.model, plan.parallel, stages_at, packs, self.workload,
+            self.cost, plan.parallel, stages_at, packs, self.workload,
             schedule=plan.schedule,
         )  # fmt: skip
 
@@ -314,7 +314,7 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         for name in ("activation_bytes", "boundary_bytes")
     )
     for index, stage in enumerate(stages):
-        held, again = unit_counts(cost.kinds, stage), recomputed_counts(cost.kinds, stage)
+        held, again = unit_counts(cost.kinds, stage.units), unit_counts(cost.kinds, stage.recompute)
         kept = (held - again) @ whole + again @ boundary
         peaks = {}
         for step in range(packs.steps):

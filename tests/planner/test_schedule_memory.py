@@ -56,7 +56,7 @@ class Walk:
     ) -> None:
         self.cost, self.features, self.level = cost, features, workload.level
         self.in_two = in_two
-        self.units = [stage_units(cost.kinds, at_levels[0]) for at_levels in parts]
+        self.units = [stage_units(cost.kinds, at_levels[0].units) for at_levels in parts]
         # [chunk][level]: whether each unit is recomputed.
         self.again = [
             [

@@ -33,7 +33,7 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, workload_times
-from omnibal.pipeline.stage_memory import unit_bytes
+from omnibal.pipeline.stage_memory import state_bytes
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.search.limit_costs import LimitName, lift_limit
@@ -305,7 +305,7 @@ def test_experts_are_divided_by_the_ranks_that_hold_the_same(
     found = exchange.gather_ms[place], exchange.reduce_ms[place]
     assert found == pytest.approx(expected)
     assert exchange.gather_back_ms[place] == found[0]
-    state = unit_bytes(cost, layer)
+    state = state_bytes(cost, layer).sum()
     assert state == pytest.approx(18 * (others / sharded + layer.expert_parameters / ranks))
     assert cost.source.endswith(f"experts over {ranks}")
 

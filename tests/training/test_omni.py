@@ -99,7 +99,7 @@ def planned_bytes(cost, plan, step):
     }
     totals["fixed"] = len(batches)
     vector = np.array([totals.get(name, 0.0) for name in cost.features])
-    last = [cost.units[stage_units(cost.kinds, stage)[-1]] for stage in plan.stages[:-1]]
+    last = [cost.units[stage_units(cost.kinds, stage.units)[-1]] for stage in plan.stages[:-1]]
     return [
         tuple(round(vector @ each) for each in (unit.output_bytes, unit.output_gradient_bytes))
         for unit in last

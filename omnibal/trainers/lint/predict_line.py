@@ -9,7 +9,7 @@ import numpy as np
 
 from omnibal.base.errors import DoesNotFit
 from omnibal.job.plan import Plan
-from omnibal.pipeline.chunk_search import Effort, search_parts
+from omnibal.pipeline.chunk_search import search_parts
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
@@ -23,7 +23,7 @@ from omnibal.trainers.lint.launch_settings import Finding, Launcher
 from omnibal.trainers.lint.line_job import ALL_LAYERS, LineJob, recompute_first
 
 _MIN_SAVING = 0.005  # share of a step, to suggest other flags
-_EFFORT = Effort(share=0.2, max_cuts=2_000)  # about a second per number of chunks
+_EFFORT, _MAX_CUTS = 0.2, 2_000  # about a second per number of chunks
 _BELOW_PEAK = 1 - 1e-6  # excludes the split of that peak from the next search
 _MAX_FIT_SEARCHES = 3  # for a split that fits; each lowers the cap by the last excess
 _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
@@ -69,17 +69,12 @@ def predict_stages(
     job = line_job.job
     prediction = predict(
         job.cost_of_all(line_job.levels),
-        job.pipeline_model,
         job.parallel,
         (tuple(parts),),
-        line_job.packs,
+        line_job.packs if line_job.has_samples else None,
         line_job.workload,
         schedule=schedule,
     )
-    if not line_job.has_samples:
-        # One step of mock samples has no rate of a dataset.
-        nothing = {"samples_per_second_per_gpu": None, "gpu_days": None}
-        prediction = prediction.model_copy(update=nothing)
     stages = line_job.plan_of(parts, schedule).merge_chunks(parts)
     tensors = [stage.memory for stage in prediction.stages]
     return Costed(
@@ -127,7 +122,7 @@ def _search_fitting(
             if schedule == ONE_FORWARD_ONE_BACKWARD:
                 parts = search_stages(task, prove=False).stages
             else:
-                parts = search_parts(task, _EFFORT).stages
+                parts = search_parts(task, _EFFORT, max_cuts=_MAX_CUTS).stages
         except DoesNotFit:
             return None
         costed = predict_stages(line_job, parts, schedule)
