@@ -45,26 +45,18 @@ class PlanRequest:
         check_limits(self.data.caps.names, model.item_features, model.name)
         self.data.check(self.job)
         trainer, has_levels = self.job.trainer, not are_plain(self.data.levels)
-        # Features that baselines cannot plan, and the option that drops each. --packing-levels is
-        # no remedy for given steps, whose levels are fixed.
-        joint_only = {
-            "data-parallel encoders, which only the joint search plans: leave both options out, or "
-            "give --encoder pipeline": self.job.has_data_parallel_encoders,
-            f"the stages of {trainer.title}, which only the joint search plans: leave both options "
-            "out, or leave --for out": not trainer.stages.is_free,
-            "packs of levels, which only the joint search plans: leave both options out"
-            + ", or give --packing-levels 1" * (self.data.steps is None): has_levels,
-        }
-        reason = next((reason for reason, holds in joint_only.items() if holds), None)
-        if reason is not None and not self.split.is_joint:
-            raise UserError(
-                f"--method {self.split.method} with --recompute {self.split.recompute} was given "
-                f"for {reason}"
-            )
-        if has_levels and not trainer.stages.is_free:
+        is_limited = not trainer.stages.is_free
+        if has_levels and is_limited:
             raise UserError(
                 f"{trainer.title} cannot recompute different layers per level: give "
                 "--packing-levels 1, or leave --for out"
+            )
+        needs_joint = self.job.has_data_parallel_encoders or has_levels or is_limited
+        if needs_joint and not self.split.is_joint:
+            raise UserError(
+                f"--method {self.split.method} with --recompute {self.split.recompute} was given, "
+                "and only the joint search plans data-parallel encoders, packs of levels and other "
+                "trainers' stages: leave both options out"
             )
 
     def with_sizes(self, parallel: Parallel) -> Self:

@@ -1,12 +1,10 @@
 """Pipelines' waits for the data-parallel encoders of a workload, and the encoders' memory."""
 
 import operator
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.base.arrays import rows_of
 from omnibal.pipeline.prediction import EncoderPhasePrediction
 
 
@@ -65,10 +63,6 @@ class EncoderWaits:
     needed: np.ndarray  # with equally busy ranks, without exchanges or recomputation
     unreduced: np.ndarray  # as `all`, without all ranks' weight gather and gradient reduction
 
-    def rows(self, picked: np.ndarray | slice) -> Self:
-        """Return the waits of some rows."""
-        return rows_of(self, picked)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoding:
@@ -78,7 +72,3 @@ class Encoding:
     encoder_memory: EncoderMemory
     predicted: EncoderPhasePrediction  # mean times over the steps of the run
     exchange_ms: float  # weight and gradient exchange time of encoders in a step
-
-    def rows(self, picked: np.ndarray | slice) -> Self:
-        """Return the waits of some rows, with memory and means of the run."""
-        return replace(self, waits=self.waits.rows(picked))

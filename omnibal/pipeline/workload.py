@@ -134,12 +134,12 @@ class Workload:
         return self.rows(np.isin(self.step, steps))
 
     def rows(self, picked: np.ndarray) -> "Workload":
-        """Select rows by boolean mask or by indices."""
-        return replace(
-            rows_of(self, picked),
-            samples={name: items.take(picked) for name, items in self.samples.items()},
-            encoding=None if self.encoding is None else self.encoding.rows(picked),
-        )
+        """Select rows by boolean mask or by indices; encoders' memory and means stay the run's."""
+        encoding = self.encoding
+        if encoding is not None:
+            encoding = replace(encoding, waits=rows_of(encoding.waits, picked))
+        samples = {name: items.take(picked) for name, items in self.samples.items()}
+        return replace(rows_of(self, picked), samples=samples, encoding=encoding)
 
     def each_rank_alone(self) -> "Workload":
         """Make each data-parallel rank's part of a step a step of DP 1, CP 1 and no lockstep."""
