@@ -133,6 +133,10 @@ class CostModel:
         """Number of packing levels in the features (`side_by_side`)."""
         return self.features.count(self.features[0])
 
+    def of_units(self, field: str) -> np.ndarray:
+        """Return a field of every kind's `UnitCost`. [kinds, ...]"""
+        return np.stack([getattr(unit, field) for unit in self.units.values()])
+
     @property
     def of_experts(self) -> np.ndarray:
         """Whether units of each kind hold experts, bool [kinds]."""

@@ -254,10 +254,9 @@ def _terms_of_rows(
         return np.einsum("rlf,klf,lpk,p->prkf", features, by_level, counts, slowness)
 
     at_all_levels = np.broadcast_to(held, (levels, *held.shape))
-    units = list(cost.units.values())
-    forward = term_ms(np.stack([unit.forward_ms for unit in units]), at_all_levels)
-    backward = term_ms(np.stack([unit.backward_ms for unit in units]), at_all_levels)
-    recompute = term_ms(np.stack([unit.recompute_ms for unit in units]), recomputed)
+    forward = term_ms(cost.of_units("forward_ms"), at_all_levels)
+    backward = term_ms(cost.of_units("backward_ms"), at_all_levels)
+    recompute = term_ms(cost.of_units("recompute_ms"), recomputed)
     # A backward pass consists of recomputed forward terms and backward terms.
     terms = np.stack(
         [

@@ -63,7 +63,7 @@ class Structure:
         """Compute the bounds on these steps."""
         cost, stages = task.cost, task.stages
         layers, layout = layer_kinds(cost.kinds), steps.layout
-        recompute_ms = np.stack([unit.recompute_ms for unit in cost.units.values()])
+        recompute_ms = cost.of_units("recompute_ms")
         layer_terms = _unit_terms(cost)[layers]
         layer_ms = layer_terms[:, layout.forward] + layer_terms[:, layout.backward]
         # Paths are on each step's slowest rank for each kind of layer, and for all kinds.

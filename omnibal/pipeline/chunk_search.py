@@ -329,13 +329,11 @@ def _candidate_costs(
     """Return costs of candidates with runs [C, k] and recomputed layers [C, k, kinds]."""
     table, layout, cost = problem.runs, problem.simulator.steps.layout, problem.task.cost
     terms = table.terms[runs]
-    again = np.stack([unit.recompute_ms for unit in cost.units.values()])
-    weight = np.stack([unit.weight_ms for unit in cost.units.values()])
     counts = table.counts[runs][:, problem.parts_of_stages].sum(axis=2)
     slowness = cost.slowness_of(problem.parts)[:, None]
     forward = terms[..., layout.forward] * slowness
-    backward = (terms[..., layout.backward] + recomputed @ again) * slowness
-    weight_part = table.counts[runs] @ weight * slowness
+    backward = (terms[..., layout.backward] + recomputed @ cost.of_units("recompute_ms")) * slowness
+    weight_part = table.counts[runs] @ cost.of_units("weight_ms") * slowness
     times = forward, backward, weight_part
     passes = [select_pass(kind, *times) for kind in problem.task.schedule.passes]
     links = [terms[:, :-1, layout.send], terms[:, :-1, layout.receive]]

@@ -89,7 +89,7 @@ def _times(
     slowness: np.ndarray,
 ) -> StageTimes:
     """Return the times of packs, scaled by `slowness` [stages] or [packs, stages]."""
-    kinds, units, shape = cost.kinds, cost.units.values(), (-1, len(cost.features))
+    kinds, shape = cost.kinds, (-1, len(cost.features))
     # Encoder waits are columns of features, but no stage's cost.
     waits_ms = None
     if ENCODER_WAITS_MS[0] in cost.features:
@@ -100,26 +100,21 @@ def _times(
             waits_ms[:, index] = features[:, columns].sum(axis=1)
             features[:, columns] = 0
     held = np.stack([unit_counts(kinds, stage.units) for stage in stages_at[0]])
-    forward = np.stack([unit.forward_ms for unit in units])  # [kinds, levels * features]
-    weight = np.stack([unit.weight_ms for unit in units])
-    backward = np.stack([unit.backward_ms for unit in units])
     last = [cost.units[stage_units(kinds, stage.units)[-1]] for stage in stages_at[0][:-1]]
     forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(shape)
     backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(shape)
     returns = backward_bytes.any(axis=1)
     # Levels differ in recomputed layers, so each has its own block of coefficients.
-    recompute = np.stack([unit.recompute_ms for unit in units])
+    recompute = np.split(cost.of_units("recompute_ms"), cost.levels, axis=1)
     blocks = [
         np.stack([unit_counts(kinds, stage.recompute) for stage in stages]) @ of_level
-        for stages, of_level in zip(
-            stages_at, np.split(recompute, cost.levels, axis=1), strict=True
-        )
+        for stages, of_level in zip(stages_at, recompute, strict=True)
     ]
     recompute_ms = features @ np.concatenate(blocks, axis=1).T * slowness
     return StageTimes(
-        forward_ms=features @ (held @ forward).T * slowness,
-        backward_ms=features @ (held @ backward).T * slowness + recompute_ms,
-        weight_ms=features @ (held @ weight).T * slowness,
+        forward_ms=features @ (held @ cost.of_units("forward_ms")).T * slowness,
+        backward_ms=features @ (held @ cost.of_units("backward_ms")).T * slowness + recompute_ms,
+        weight_ms=features @ (held @ cost.of_units("weight_ms")).T * slowness,
         recompute_ms=recompute_ms,
         forward_link_ms=cost.link_latency_ms + cost.link_ms_per_byte * (features @ forward_bytes.T),
         backward_link_ms=cost.link_latency_ms * returns
@@ -145,7 +140,7 @@ def held_units(
 
 def trained_parameters(cost: CostModel, held: np.ndarray) -> np.ndarray:
     """Return trained parameters per device for `held` [..., stages, kinds]. [..., stages]"""
-    per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
+    per_unit = cost.of_units("trained_parameters").astype(np.float64)
     return held @ per_unit - cost.tied_trained_parameters * (count_ends(cost.kinds, held) == 2)
 
 
@@ -225,8 +220,7 @@ def per_step_costs(
 def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
     """Return exchange and weight update of stages with units `held` [..., stages, kinds]."""
     parameters = trained_parameters(cost, held)
-    expert_units = [unit.trained_expert_parameters for unit in cost.units.values()]
-    of_experts = held @ np.array(expert_units, np.float64)
+    of_experts = held @ cost.of_units("trained_expert_parameters").astype(np.float64)
     buckets = np.ones(parameters.shape)
     # Megatron disables bucketing on all stages but the first.
     buckets[..., 0] = np.maximum(np.ceil(parameters[..., 0] / cost.bucket_parameters), 1)

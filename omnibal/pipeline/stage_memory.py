@@ -333,7 +333,7 @@ def build_table(
     """Return the memory table of passes, with data-parallel encoders' memory, by default none."""
     units = [*cost.units.values()]
     activation, boundary, gradient, passing = (
-        _coefficients(cost, f"{name}_bytes")
+        cost.of_units(f"{name}_bytes").T
         for name in ("activation", "boundary", "output_gradient", "passing")
     )
     kept, late = np.split(passes.others, [passes.chunks], axis=1)
@@ -380,7 +380,7 @@ def build_table(
         cut_bytes=_cut_bytes(cost, passes.largest),
         link_buffers=passes.link_buffers,
         once_bytes=np.stack(once, axis=1),
-        has_backward=np.array([unit.has_backward for unit in units]),
+        has_backward=cost.of_units("has_backward"),
         tied_gradient_bytes=matrix_bytes * cost.weight_parts * np.array(tied),
         encoder_memory=encoder_memory,
         largest_working_bytes=_max_of_moments(largest, working).max(axis=0),
@@ -396,11 +396,6 @@ def build_table(
         links=passes.links,
         is_forward=(passes.kind == Pass.FORWARD)[:, None],
     )
-
-
-def _coefficients(cost: CostModel, name: str) -> np.ndarray:
-    """Return coefficients of every kind of unit. [levels * features, kinds]"""
-    return np.stack([getattr(unit, name) for unit in cost.units.values()], axis=1)
 
 
 def _max_of_moments(features: np.ndarray, of_units: Sequence[np.ndarray]) -> np.ndarray:
@@ -443,7 +438,7 @@ def _cut_bytes(cost: CostModel, largest: np.ndarray) -> np.ndarray:
 
 def _largest_bytes(cost: CostModel, name: str, largest: np.ndarray) -> np.ndarray:
     """Return bytes of a micro-batch with the max of every feature, max over levels. [kinds]"""
-    of_features = _coefficients(cost, name).T * largest
+    of_features = cost.of_units(name) * largest
     return of_features.reshape(len(of_features), cost.levels, -1).sum(axis=2).max(axis=1)
 
 
@@ -590,8 +585,8 @@ def pareto_tables(cost: CostModel, workload: Workload, stages: int) -> list[Memo
     """Return every stage's memory table of one level in 1F1B, with each pass that may be the peak:
     the Pareto-maximal passes by memory features, as bytes never decrease with features."""
     units, features = cost.units.values(), workload.features_of(cost)
-    kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
-    grows = kept.max(axis=(0, 1)) > 0  # features that activations grow with
+    kept = np.maximum(cost.of_units("activation_bytes"), cost.of_units("boundary_bytes"))
+    grows = kept.max(axis=0) > 0  # features that activations grow with
     worked = [[*unit.transient_bytes, unit.passing_bytes] for unit in units]
     works = grows | (np.concatenate(worked).max(axis=0) > 0)  # ... or working memory
     chosen = []
@@ -673,7 +668,7 @@ def _draw_stages(cost: CostModel, largest: np.ndarray) -> np.ndarray:
     again = counts[:, None] * is_layer * share
     whole = np.repeat(counts[:, None] - again, len(cost.features) // levels, axis=1)
     recomputed = np.repeat(again, len(cost.features) // levels, axis=1)
-    activation, boundary = (_coefficients(cost, f"{n}_bytes") for n in ("activation", "boundary"))
+    activation, boundary = (cost.of_units(f"{n}_bytes").T for n in ("activation", "boundary"))
     kept = whole * activation + recomputed * boundary  # [stages, levels * features, kinds]
     back = np.where((whole == 0) & (recomputed > 0), activation - boundary, 0.0)
     # Units after the running unit keep nothing.
@@ -681,7 +676,7 @@ def _draw_stages(cost: CostModel, largest: np.ndarray) -> np.ndarray:
     first, last = (counts > 0).argmax(axis=1), _last_kind(counts)
     cuts = _cut_bytes(cost, largest)
     links = np.concatenate([cuts[:2, first], cuts[2:, last]]).T
-    gradient = np.stack([unit.output_gradient_bytes for unit in units])[last]
+    gradient = cost.of_units("output_gradient_bytes")[last]
     input_ = _unkept_input(cost)[first]
     stages = []
     for kind, unit in enumerate(units):
@@ -717,8 +712,7 @@ def _draw_contents(cost: CostModel, schedule: PipelineSchedule, buffers: int) ->
     """Draw stages for `heaviest_for`, without terms that are equal in all passes of one kind.
     [_DRAWN_CONTENTS, columns]"""
     rng, units = np.random.default_rng(0), [*cost.units.values()]
-    kept = np.array([unit.activation_bytes for unit in units])  # [kinds, F]
-    inputs = np.array([unit.boundary_bytes for unit in units])
+    kept, inputs = cost.of_units("activation_bytes"), cost.of_units("boundary_bytes")  # [kinds, F]
     late = np.array([unit.late_bytes[:2].sum(axis=0) for unit in units])
     moments = [unit.two_part_bytes if schedule.in_two else unit.transient_bytes for unit in units]
     working = np.array([of_unit.max(axis=0) for of_unit in moments])
