@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.cost.encoder_phase_costs import EncoderCost
+from omnibal.cost.sharding_costs import ShardedExchange
 from omnibal.packing.whole_samples import SamplePasses
 
 # Bytes of passes by their work, [passes, F] -> [passes].
@@ -42,21 +43,15 @@ class EqualPasses:
         items = min(int(self._items(is_kept).max(initial=0)), self.items_per_pass)
         return float(bytes_of(np.array([[1, items]]))[0]) if items else 0.0
 
-    def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
-        """Return exposed weight and gradient exchange in forward and backward, in ms, for equally
-        busy ranks; 0 if weights are not sharded. [..., 2]"""
-        if cost.exchange is None:
-            return np.zeros((*self.items.shape, 2))
+    def exchange_ms(self, exchange: ShardedExchange, *, is_kept: bool) -> np.ndarray:
+        """Return `ShardedExchange.passes_ms` summed over kept or other passes. [..., 3]"""
         # Time by the items of a pass: a rank runs full passes and one with the remainder.
         sizes = np.arange(1 + min(self.items_per_pass, self.items.max(initial=0)))
-        of_pass = cost.exchange.passes_ms(np.stack([np.ones_like(sizes), sizes], axis=-1))
+        of_pass = exchange.passes_ms(np.stack([np.ones_like(sizes), sizes], axis=-1))
         of_pass[0] = 0
-        full_ms, size = of_pass[-1], self.items_per_pass
-        kept_ms, again_ms = (
-            full_ms * (items // size)[..., None] + of_pass[items % size]
-            for items in (self._items(True), self._items(False))
-        )
-        return _forward_and_backward(cost, kept_ms, again_ms)
+        full, remainder = np.divmod(self._items(is_kept), self.items_per_pass)
+        summed_ms: np.ndarray = of_pass[-1] * full[..., None] + of_pass[remainder]
+        return summed_ms
 
     def in_lockstep(self, block: np.ndarray) -> "EqualPasses":
         """Return passes with every rank as busy as the busiest of its `block`, int64 [...]."""
@@ -92,16 +87,9 @@ class WholePasses:
         np.maximum.at(largest, rank, bytes_of(self._work(is_kept)))
         return largest[self.place]
 
-    def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
-        """Return the exposed exchange, as `EqualPasses`. [..., 2]"""
-        exchange = cost.exchange
-        if exchange is None:
-            return np.zeros((*self.place.shape, 2))
-        kept_ms, again_ms = (
-            self._sums(self._select(is_kept), exchange.passes_ms(self._work(is_kept)))
-            for is_kept in (True, False)
-        )
-        return _forward_and_backward(cost, kept_ms, again_ms)
+    def exchange_ms(self, exchange: ShardedExchange, *, is_kept: bool) -> np.ndarray:
+        """Return `ShardedExchange.passes_ms` summed over kept or other passes. [..., 3]"""
+        return self._sums(self._select(is_kept), exchange.passes_ms(self._work(is_kept)))
 
     def in_lockstep(self, block: np.ndarray) -> "WholePasses":
         """Return every rank's passes, pass i at the largest in its `block`, int64 [...]."""
@@ -148,11 +136,12 @@ def encoding_ms(cost: EncoderCost, passes: EncoderPasses) -> np.ndarray:
     )
 
 
-def _forward_and_backward(
-    cost: EncoderCost, kept_ms: np.ndarray, again_ms: np.ndarray
-) -> np.ndarray:
-    """Return exposed exchange of forward and backward, [..., 2], from `ShardedExchange.passes_ms`
-    of kept and recomputed passes, [..., 3] each."""
+def exposed_ms(cost: EncoderCost, passes: EncoderPasses) -> np.ndarray:
+    """Return exposed weight and gradient exchange in forward and backward, in ms, for equally busy
+    ranks; 0 if weights are not sharded. [..., 2]"""
+    if cost.exchange is None:
+        return np.zeros(2)
+    kept_ms, again_ms = (passes.exchange_ms(cost.exchange, is_kept=kept) for kept in (True, False))
     forward_ms = kept_ms[..., 0] + again_ms[..., 0]
     backward_ms = kept_ms[..., 1] + cost.is_trained * again_ms[..., 2]
     return np.stack([forward_ms, backward_ms], axis=-1)

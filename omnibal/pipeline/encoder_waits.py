@@ -30,7 +30,13 @@ from omnibal.packing.whole_samples import (
     passes_of_samples,
 )
 from omnibal.pipeline.encoder_loads import EncoderMemory, EncoderWaits, Encoding
-from omnibal.pipeline.encoder_passes import EncoderPasses, EqualPasses, WholePasses, encoding_ms
+from omnibal.pipeline.encoder_passes import (
+    EncoderPasses,
+    EqualPasses,
+    WholePasses,
+    encoding_ms,
+    exposed_ms,
+)
 from omnibal.pipeline.prediction import EncoderPhasePrediction, StageMemory
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
@@ -150,8 +156,8 @@ def with_encoders(
     """Return a workload with encoder waits (columns of `features`) and its `encoding`."""
     shares = ItemShares.build(workload, features, cost, dp_encoders)
     pairs = [(encoder, shares.passes(name, dp_encoders)) for name, encoder in cost.encoders.items()]
-    forward, backward, exposed_ms = _slowest(shares, cost, pairs)
-    ahead, behind = exposed_ms.mean(axis=1).T  # weight and gradient exchange, [S * B]
+    forward, backward, exposed = _slowest(shares, cost, pairs)
+    ahead, behind = exposed.mean(axis=1).T  # weight and gradient exchange, [S * B]
     of_passes: np.ndarray = sum(encoding_ms(encoder, p).mean(axis=1) for encoder, p in pairs)
     mean_forward, mean_backward, mean_recompute = of_passes.T
     exchange, exchange_back = (
@@ -184,7 +190,7 @@ def with_encoders(
     def mean_of_slowest(group_ms: np.ndarray) -> float:
         return float(group_ms.reshape(len(shares.steps), -1)[of_step].mean())
 
-    mean_ms = mean_forward + mean_backward + mean_recompute + exposed_ms.mean(axis=1).sum(axis=1)
+    mean_ms = mean_forward + mean_backward + mean_recompute + exposed.mean(axis=1).sum(axis=1)
     encoding = Encoding(
         waits=waits,
         encoder_memory=encoder_memory,
@@ -274,15 +280,15 @@ def _slowest(
     """Return times of all encoders' passes: forward and backward of every group's slowest rank,
     [S * B], and exposed exchange of weights and gradients of every rank, [S * B, N, 2]."""
     blocks = shares.blocks(cost) if cost.sharded > 1 else None
-    all_ms, exposed_ms = np.zeros((1, 1, 3)), np.zeros((1, 1, 2))
+    all_ms, exchange_ms = np.zeros((1, 1, 3)), np.zeros((1, 1, 2))
     for encoder, passes in pairs:
         # Ranks that shard weights gather them together, pass by pass.
         busiest = passes if blocks is None else passes.in_lockstep(blocks)
         all_ms = all_ms + encoding_ms(encoder, busiest)
-        exposed_ms = exposed_ms + busiest.exposed_ms(encoder)
-    forward = (all_ms[..., 0] + exposed_ms[..., 0]).max(axis=1)
-    backward = (all_ms[..., 1] + all_ms[..., 2] + exposed_ms[..., 1]).max(axis=1)
-    return forward, backward, exposed_ms
+        exchange_ms = exchange_ms + exposed_ms(encoder, busiest)
+    forward = (all_ms[..., 0] + exchange_ms[..., 0]).max(axis=1)
+    backward = (all_ms[..., 1] + all_ms[..., 2] + exchange_ms[..., 1]).max(axis=1)
+    return forward, backward, exchange_ms
 
 
 def pipeline_waits_ms(

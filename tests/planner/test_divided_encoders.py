@@ -21,7 +21,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.units import unit_names
-from omnibal.pipeline.encoder_passes import EqualPasses
+from omnibal.pipeline.encoder_passes import EqualPasses, exposed_ms
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.search.feasible import find_changes
@@ -87,7 +87,7 @@ def test_passes_wait_for_what_events_one_by_one_wait(frozen: tuple[str, ...]) ->
             both, second = np.array([1, size]), runs_again * one.again_ms
             expected -= [both @ one.forward_ms, both @ (one.backward_ms + second)]
         of_rank = EqualPasses(items=np.array([[items]]), items_per_pass=4, kept_items=kept)
-        found = of_rank.exposed_ms(one)
+        found = exposed_ms(one, of_rank)
         np.testing.assert_allclose(found[0, 0], expected, rtol=1e-9, atol=1e-9)
         assert (found > 0).all() == (items > 0)
 
