@@ -236,12 +236,11 @@ def _does_not_fit(rule: SplitRule, task: SplitTask, splits: Sequence[_Split]) ->
     stages, peaks = min(splits, key=lambda split: split[1].max())
     stage = int(peaks.argmax())
     need, cap = peaks[stage] / GIB, task.memory_cap_bytes / GIB
-    tried = f" the nearest of {len(splits)} splits," if len(splits) > 1 else ""
     remedy = "" if rule.recompute == RecomputeRule.FRONT else "recompute by the rule front, "
     return DoesNotFit(
         f"partition method {rule.method} with recompute rule {rule.recompute} puts {need:.2f} GiB "
-        f"on stage {stage} of {len(stages)} of {task.model.name},{tried} and the memory cap of a "
-        f"device is {cap:.2f} GiB, which must hold every stage",
+        f"on stage {stage} of {len(stages)} of {task.model.name} at best, and the memory cap of a "
+        f"device is {cap:.2f} GiB",
         f"{remedy}partition by the method omnibal, raise the memory cap, use more pipeline stages "
         "or tensor parallelism, or pack to smaller caps",
     )

@@ -33,33 +33,29 @@ class RecomputeSets:
     layers: np.ndarray  # recomputed layers, [sets, levels * layer kinds]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LayerGroups:
-    """Groups of layer kinds with equal cost; earliest layers are recomputed first."""
+LayerGroups = Sequence[tuple[int, ...]]  # indices of layer kinds with equal cost, in model order
 
-    groups: tuple[tuple[int, ...], ...]  # indices of layer kinds, in model order
 
-    @classmethod
-    def build(cls, kinds: Sequence[UnitKind]) -> "LayerGroups":
-        layers = [kinds[index] for index in layer_kinds(kinds)]
-        groups = [
-            tuple(place for place, other in enumerate(layers) if other.is_like(kind))
-            for kind in layers
-        ]
-        return cls(groups=tuple(dict.fromkeys(groups)))
+def group_layers(kinds: Sequence[UnitKind]) -> LayerGroups:
+    """Return the groups of layer kinds that differ only in P2P tensors."""
+    layers = [kinds[index] for index in layer_kinds(kinds)]
+    groups = (np.flatnonzero([other.is_like(kind) for other in layers]) for kind in layers)
+    return list(dict.fromkeys(tuple(group.tolist()) for group in groups))
 
-    def sum_groups(self, layers: np.ndarray) -> np.ndarray:
-        """Sum layers of kinds to groups. [..., groups]"""
-        return np.stack([layers[..., group].sum(axis=-1) for group in self.groups], axis=-1)
 
-    def split_groups(self, held: np.ndarray, layers: np.ndarray) -> np.ndarray:
-        """Split `layers` [..., groups] over the `held` [..., layer kinds], earliest first."""
-        of_kinds = np.empty_like(held)
-        for place, group in enumerate(self.groups):
-            of_group = held[..., group]
-            before = of_group.cumsum(axis=-1) - of_group  # layers of earlier kinds of the group
-            of_kinds[..., group] = np.clip(layers[..., place, None] - before, 0, of_group)
-        return of_kinds
+def sum_groups(groups: LayerGroups, layers: np.ndarray) -> np.ndarray:
+    """Sum layers of kinds to groups. [..., groups]"""
+    return np.stack([layers[..., group].sum(axis=-1) for group in groups], axis=-1)
+
+
+def split_groups(groups: LayerGroups, held: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    """Split `layers` [..., groups] over the `held` [..., layer kinds], earliest first."""
+    of_kinds = np.empty_like(held)
+    for place, group in enumerate(groups):
+        of_group = held[..., group]
+        before = of_group.cumsum(axis=-1) - of_group  # layers of earlier kinds of the group
+        of_kinds[..., group] = np.clip(layers[..., place, None] - before, 0, of_group)
+    return of_kinds
 
 
 def all_layers(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
@@ -112,14 +108,14 @@ class LevelFit:
         same_at_levels: bool = False,
     ) -> "LevelFit":
         """Return the test for stages `counts`; `same_at_levels` has one set for all levels."""
-        groups = LayerGroups.build(table.kinds)
+        groups = group_layers(table.kinds)
         own_sets = 1 if same_at_levels else table.levels
         return cls(
             table=table,
             cap_bytes=memory_cap_bytes,
             groups=groups,
             counts=counts,
-            held=np.tile(groups.sum_groups(counts[:, layer_kinds(table.kinds)]), own_sets),
+            held=np.tile(sum_groups(groups, counts[:, layer_kinds(table.kinds)]), own_sets),
             own_sets=own_sets,
         )
 
@@ -137,15 +133,15 @@ class LevelFit:
     def of_kinds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
         """Return `layers` [n, columns] of stages [n] by kind. [n, levels * layer kinds]"""
         held = self.counts[stage][:, None, layer_kinds(self.table.kinds)]
-        of_groups = layers.reshape(len(stage), self.own_sets, len(self.groups.groups))
-        of_sets = self.groups.split_groups(np.repeat(held, self.own_sets, axis=1), of_groups)
+        of_groups = layers.reshape(len(stage), self.own_sets, len(self.groups))
+        of_sets = split_groups(self.groups, np.repeat(held, self.own_sets, axis=1), of_groups)
         of_sets = of_sets.reshape(len(stage), self.own_sets * held.shape[-1])
         return np.tile(of_sets, self.table.levels // self.own_sets)
 
     def of_groups(self, layers: np.ndarray) -> np.ndarray:
         """Return layers of kinds [sets, levels * layer kinds] by column. [sets, columns]"""
         of_levels = layers.reshape(len(layers), self.table.levels, -1)
-        return self.groups.sum_groups(of_levels[:, : self.own_sets]).reshape(len(layers), -1)
+        return sum_groups(self.groups, of_levels[:, : self.own_sets]).reshape(len(layers), -1)
 
     def fewest(
         self,

@@ -32,7 +32,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_kinds, unit_names
 from omnibal.packing.features import pack_features
 from omnibal.packing.packs import Packs
-from omnibal.pipeline.recompute import LayerGroups
+from omnibal.pipeline.recompute import group_layers, split_groups, sum_groups
 from omnibal.pipeline.stage_memory import build_table
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts, unit_runs
 
@@ -273,14 +273,14 @@ def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> N
     """Prevents a recompute search that grows with every deepstack feature."""
     model = model_with(encoder(layers=9, deepstack_layers=(2, 5)))
     kinds = unit_kinds(model)
-    alike = LayerGroups.build(kinds)
+    alike = group_layers(kinds)
     layers = [kind for kind in kinds if kind.is_layer]
-    assert sorted(map(len, alike.groups)) == [2, 2, 3] and len(layers) == 7
+    assert sorted(map(len, alike)) == [2, 2, 3] and len(layers) == 7
     counts = unit_counts(kinds, stages_from_cuts(model, ())[0].units)
     held = np.array([n for n, kind in zip(counts, kinds, strict=True) if kind.is_layer])
-    assert alike.sum_groups(held).tolist() == [7, 2, 4]
+    assert sum_groups(alike, held).tolist() == [7, 2, 4]
     # The first four of seven plain vision layers: 0, 1, 3, 4.
-    apart = alike.split_groups(held, np.array([4, 0, 0]))
+    apart = split_groups(alike, held, np.array([4, 0, 0]))
     stage = stages_from_cuts(model, (), [apart.tolist()])[0]
     assert [str(span) for span in stage.recompute] == ["vision 0..1", "vision 3..4"]
 
