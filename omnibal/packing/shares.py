@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.base.arrays import expand_ranges
 from omnibal.data.lengths import Lengths
 from omnibal.model.levels import Level
 from omnibal.packing.cut import Pieces, cut_packs
@@ -34,8 +35,7 @@ class Shares:
 def shares_of(packs: ScheduledPacks, levels: Sequence[Level]) -> Shares:
     """List the shares of all packs: in the order of packs if no pack is shared."""
     context = np.array([level.context for level in levels], np.int32)[packs.level]
-    pack = np.repeat(np.arange(len(packs)), context)
-    part = np.arange(len(pack)) - np.repeat(np.cumsum(context) - context, context)
+    pack, part = expand_ranges(0 * context, context)
     dp_rank = packs.dp_rank[pack] + part
     order = np.lexsort((packs.slot[pack], dp_rank, packs.step[pack]))
     pack, part = pack[order], part[order]
@@ -81,10 +81,9 @@ def empty_slots(
     counts = np.bincount(index * ranks + dp_rank, minlength=len(numbers) * ranks)  # [steps x ranks]
     blocks = counts.reshape(-1, lockstep_ranks)
     missing = (blocks.max(axis=1, keepdims=True, initial=0) - blocks).ravel()
-    place = np.repeat(np.arange(len(counts)), missing)
-    within = np.arange(len(place)) - np.repeat(np.cumsum(missing) - missing, missing)
+    place, slot = expand_ranges(counts, missing)
     return EmptySlots(
         step=numbers[place // ranks],
         dp_rank=(place % ranks).astype(np.int32),
-        slot=(counts[place] + within).astype(np.int32),
+        slot=slot.astype(np.int32),
     )

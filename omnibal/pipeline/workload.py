@@ -5,6 +5,7 @@ A row is a rank's micro-batch: a shared pack has a row, with its share, on each 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -84,23 +85,22 @@ class Workload:
         if lockstep_ranks == 1:
             return self
         empty = empty_slots(self.step, self.dp_rank, self.data_parallel_size, lockstep_ranks)
-        step = np.concatenate([self.step, empty.step])
-        dp_rank = np.concatenate([self.dp_rank, empty.dp_rank])
-        slot = np.concatenate([self.slot, empty.slot])
-        padded = Workload(
-            features=_append_empty(self.features, len(empty)),
-            unpadded=None if self.unpadded is None else _append_empty(self.unpadded, len(empty)),
-            step=step,
-            dp_rank=dp_rank,
-            slot=slot,
-            data_parallel_size=self.data_parallel_size,
-            level=np.concatenate([self.level, np.zeros(len(empty), self.level.dtype)]),
-            context=np.concatenate([self.context, np.ones(len(empty), self.context.dtype)]),
+        count = len(empty)
+        features = np.zeros((count, self.features.shape[1]))
+        features[:, 0] = 1  # feature 0: fixed cost per micro-batch
+        added: dict[str, Any] = {name: getattr(empty, name) for name in ("step", "dp_rank", "slot")}
+        added |= {"features": features} | ({} if self.unpadded is None else {"unpadded": features})
+        added |= {"level": np.zeros(count, np.int32), "context": np.ones(count, np.int32)}
+        added = {name: np.concatenate([getattr(self, name), rows]) for name, rows in added.items()}
+        padded = replace(
+            self,
+            **added,
             lockstep_ranks=lockstep_ranks,
-            samples={name: items.with_empty(len(empty)) for name, items in self.samples.items()},
-            is_empty=np.arange(len(step)) >= len(self),
+            samples={name: items.with_empty(count) for name, items in self.samples.items()},
+            is_empty=np.arange(len(self) + count) >= len(self),
+            encoding=None,
         )
-        return padded.rows(np.lexsort((slot, dp_rank, step)))
+        return padded.rows(np.lexsort((padded.slot, padded.dp_rank, padded.step)))
 
     def features_of(self, cost: CostModel, *, without_padding: bool = False) -> np.ndarray:
         """Return each row's features in its level's block, 0 elsewhere, with or without padding to
@@ -152,10 +152,3 @@ class Workload:
             samples={},
             lockstep_ranks=1,
         )
-
-
-def _append_empty(features: np.ndarray, count: int) -> np.ndarray:
-    """Return [rows + count, features], with `count` empty micro-batches appended."""
-    empty = np.zeros((count, features.shape[1]))
-    empty[:, 0] = 1  # feature 0: fixed cost per micro-batch
-    return np.concatenate([features, empty])
