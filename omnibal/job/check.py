@@ -418,12 +418,9 @@ def _check_packs(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledP
             f"{_REPLAN}"
         )
     if model_of_lengths(plan.model, lengths) != plan.model:
-        differs = "another tiling than model.tiling"
-        if plan.model.images is not None:
-            differs = "other min_pixels or max_pixels than the encoder of images"
         raise UserError(
-            f"the lengths were scanned with {differs} of plan.json, so images would have other "
-            f"token counts: correct it, or {_REPLAN}"
+            "the lengths were scanned with another tiling, or other min_pixels or max_pixels, than "
+            f"plan.json has, so images would have other token counts: correct it, or {_REPLAN}"
         )
     for name, counted, planned in (
         ("samples", len(lengths), data.samples),

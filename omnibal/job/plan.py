@@ -346,15 +346,11 @@ class Plan(Frozen):
     @model_validator(mode="after")
     def _check_levels(self) -> "Plan":
         for index, (lower, level) in enumerate(pairwise(self.levels), start=1):
-            if level.caps.names != lower.caps.names:
+            same_names = level.caps.names == lower.caps.names
+            if not same_names or level.caps["tokens"] <= lower.caps["tokens"]:
                 raise ValueError(
-                    f"levels[{index}] has caps of {words(level.caps.names)}, levels[{index - 1}] "
-                    f"of {words(lower.caps.names)}; all levels must limit the same features"
-                )
-            if level.caps["tokens"] <= lower.caps["tokens"]:
-                raise ValueError(
-                    f"levels[{index}].caps are {level.caps}, after {lower.caps}; levels must come "
-                    "in the order of rising max_tokens"
+                    f"levels[{index}].caps are {level.caps}, after {lower.caps}; levels must limit "
+                    "the same features, in the order of rising max_tokens"
                 )
         for index, level in enumerate(self.levels):
             if len(level.recompute) != len(self.stages):

@@ -373,8 +373,8 @@ LOCKSTEP = {"model.language.runs": [EXPERTS], "parallel.expert": 2}
             r"levels\[1\]: stage 0 recomputes language 0 but holds",
         ),
         ({"levels[0].recompute": [[]]}, "recompute has 1 entries for 2 stages"),
-        ({"levels[0].caps.max_tokens": 999}, "levels must come in the order of rising max_tokens"),
-        ({"levels[0].caps": {"max_tokens": SHORT}}, "all levels must limit the same features"),
+        ({"levels[0].caps.max_tokens": 999}, "in the order of rising max_tokens"),
+        ({"levels[0].caps": {"max_tokens": SHORT}}, "levels must limit the same features"),
         (LOCKSTEP, "different layers with .*--ep 2, and its 2 lockstep ranks"),
         (
             {"stages[1].recompute": ["language 0"]},
@@ -587,7 +587,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
         rewrite_data(directory, origin=origin)
         assert_refused(directory, "data.origin of plan.json and of lengths.parquet differ")
     for changes, expected in (
-        ({"tiling": TilingConfig(max_dynamic_patch=3)}, "another tiling than model.tiling"),
+        ({"tiling": TilingConfig(max_dynamic_patch=3)}, "scanned with another tiling, or"),
         ({"image_size": 64}, r"pixels and tokens per tile \(32"),
     ):
         rewrite_data(directory, origin=origin_of(MODEL))
