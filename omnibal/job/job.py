@@ -174,9 +174,8 @@ class JobSpec:
                 "--precision fp8 excludes sharded weights: leave it out, or give --sharding "
                 "replicated"
             )
-        layer_products(
-            self.model, parallel, self.precision
-        )  # raises for sizes FP8 does not support
+        # Raises for products with sizes that FP8 does not support.
+        layer_products(self.model, parallel, self.precision)
 
     def split_obstacle(self, schedule: PipelineSchedule) -> str | None:
         """Return why this project's trainer cannot split the schedule's backwards, or None."""

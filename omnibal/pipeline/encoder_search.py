@@ -138,10 +138,11 @@ def estimate_placement(
 ) -> tuple[DataParallelEncoders, float]:
     """Return the encoders with the shortest waits whose memory fits, and the estimated step ms."""
     choices = _make_choices(problem, effort)
-    for choice in sorted(choices, key=lambda one: one.waits_ms.max(axis=1).sum(axis=1).mean()):
+    waits_ms = [choice.waits_ms.max(axis=1).sum(axis=1).mean() for choice in choices]
+    for index in np.argsort(waits_ms, kind="stable").tolist():
+        dp_encoders = choices[index].dp_encoders
         try:
-            task = problem.make_stage_task(choice.dp_encoders)
-            return choice.dp_encoders, estimated_step_ms(task, effort)
+            return dp_encoders, estimated_step_ms(problem.make_stage_task(dp_encoders), effort)
         except DoesNotFit:
             continue
     raise _no_placement_error(problem)
