@@ -117,7 +117,7 @@ def _finish_search(
     if prove:
         lower_bound_ms = search.prove(effort * (MAX_WORK if complete else MAX_DESCENT_WORK))
     else:
-        lower_bound_ms = search.quick_bound_ms()
+        lower_bound_ms = min_slowest_ms(problem.structure)
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
     if not complete:
         # Descend through recompute sets near the best split's.
@@ -130,13 +130,12 @@ def _finish_search(
             if near.best_ms >= best_ms * (1 - MIN_SPLIT_GAIN):
                 break
             best, best_ms = near.best_options, near.best_ms
-        # Only optimistic sets bound the sets that the grid leaves out.
-        choices = replace(search.choices, fitting=search.choices.optimistic)
-        optimistic = SplitSearch(problem, choices, search.cuts, best_ms)
-        lower_bound_ms = (
-            optimistic.prove(effort * MAX_WORK) if prove else optimistic.quick_bound_ms()
-        )
-        simulated += optimistic.simulated
+        if prove:
+            # Only optimistic sets bound the sets that the grid leaves out.
+            choices = replace(search.choices, fitting=search.choices.optimistic)
+            optimistic = SplitSearch(problem, choices, search.cuts, best_ms)
+            lower_bound_ms = optimistic.prove(effort * MAX_WORK)
+            simulated += optimistic.simulated
     return SearchResult(
         stages_at=_stages_at(problem, best),
         step_ms=best_ms,

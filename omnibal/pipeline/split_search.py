@@ -114,12 +114,6 @@ class SplitSearch:
     def best_options(self) -> list[StageOptions]:
         return [option.take(self.best[[stage]]) for stage, option in enumerate(self.options)]
 
-    def quick_bound_ms(self) -> float:
-        """Return a lower bound on all splits, by the slowest stage and by each path alone."""
-        edges, bounds_ms = [o.edges for o in self.options], [o.bound_ms for o in self.options]
-        slowest_ms = min_largest(edges, bounds_ms, self.choices.nodes)
-        return max(slowest_ms, float(self._bounds().before[-1][-1].max(initial=0.0)))
-
     def _improve(self, splits: np.ndarray) -> bool:
         """Simulate the most promising splits until a better split. Return whether there is any."""
         before_ms = self.best_ms
