@@ -145,10 +145,7 @@ def test_stages_have_the_parts_and_the_recomputed_layers_of_their_units() -> Non
     ("unit", "message"),
     [
         ("vison 0..2", r"stage 0 holds vision embed, vison 0.* but .* vision embed, vision 0\.\.2"),
-        (
-            "vision 0..3",
-            r"stage 0 holds vision embed, vision 0\.\.3, but .* small vision language",
-        ),
+        ("vision 0..3", r"stage 0 holds vision embed, vision 0\.\.3, .* small vision language"),
         ("vision 0-2", "stage 0 holds vision embed, vision 0-2"),
         ("vision 2..0", r"'vision 2\.\.0' must name layers from a first to a last one"),
         ("vision 0..99999", "below 1,000"),

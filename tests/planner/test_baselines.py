@@ -147,9 +147,7 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
                 with_front(bare, index, numbers[0])[index] for index, numbers in enumerate(fitting)
             )
             if rule == RecomputeRule.FRONT:
-                last = [
-                    np.count_nonzero(unit_counts(cost.kinds, each.recompute)) for each in stages
-                ]
+                last = [np.count_nonzero(unit_counts(cost.kinds, s.recompute)) for s in stages]
                 outcomes["several kinds"] += max(last) > 1
                 outcomes["part"] += any(
                     0 < numbers[0] < len(of_stage) - 1

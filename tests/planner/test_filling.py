@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from length_cases import texts
 
@@ -26,10 +25,6 @@ JOB = JobSpec(
 )
 
 
-def worth_of(tokens: Sequence[int], levels: Sequence[Level]) -> np.ndarray:
-    return worth_filling(JOB.costs_at(levels), JOB.model, texts(tokens), levels)
-
-
 def device_ms(tokens: Sequence[int], level: Level) -> float:
     """Return the device time of a pack of these samples, summed over its ranks."""
     (cost,) = JOB.costs_at([level])
@@ -46,7 +41,8 @@ def test_samples_fill_where_that_takes_less_time(context, cap, fills):
     short = Level(caps=Caps.of(tokens=cap))
     long = Level(caps=Caps.of(tokens=65_536), context=context)
     tokens = [2, cap // 4, cap, 40_000]
-    worth = worth_of(tokens, (short, long))
+    levels = short, long
+    worth = worth_filling(JOB.costs_at(levels), JOB.model, texts(tokens), levels)
     rest = [40_000, 20_000]
     for size in tokens[:-1]:
         added = device_ms([*rest, size], long) - device_ms(rest, long)
@@ -60,5 +56,6 @@ def test_samples_that_stay_whole_fill_for_nothing():
     """Prevents charging exchange for samples that a shared pack keeps on one rank."""
     short = Level(caps=Caps.of(tokens=3_000))
     long = Level(caps=Caps.of(tokens=65_536), context=8, cut=CutRule.WHOLE)
-    worth = worth_of([16, 2_048, 2_049, 60_000], (short, long))
+    levels, lengths = (short, long), texts([16, 2_048, 2_049, 60_000])
+    worth = worth_filling(JOB.costs_at(levels), JOB.model, lengths, levels)
     assert worth[1, :-1].tolist() == [True, True, False]

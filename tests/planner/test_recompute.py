@@ -171,10 +171,8 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
     in_order = [unit for span in plain.units for unit in span.units]
     layers = [unit for span in plain.units if span.layers for unit in span.units]
     counts, names = unit_counts(cost.kinds, plain.units), [kind.name for kind in cost.kinds]
-    kinds, last = (
-        [names.index(name) for name in stage_units(cost.kinds, plain.units)],
-        names.index(LAYER),
-    )
+    kinds = [names.index(name) for name in stage_units(cost.kinds, plain.units)]
+    last = names.index(LAYER)
     more = 0
     for _ in range(30):
         chosen = rng.integers(0, 2, len(layers)).astype(bool)

@@ -195,10 +195,7 @@ FIRST, LAST = (F0, F1, B0, B1), (F0, B0, F1, B1)
         (with_operations(FIRST, (F0, B0, F1, ChunkPass(BI, 1))), "micro-batch 1 of part 1"),
         (with_operations((F0, F1), (F0, F0)), "micro-batch 1 of part 1"),
         (with_operations(FIRST, (B0, F0, F1, B1)), "micro-batch 0 of part 1"),
-        (
-            with_operations(FIRST, (F0, B0, F1, ChunkPass(BW, 1), ChunkPass(BI, 1))),
-            "micro-batch 1 of part 1",
-        ),
+        (with_operations(FIRST, (F0, B0, F1, ChunkPass(BW, 1), ChunkPass(BI, 1))), "batch 1 of"),
         (with_operations((F0, B0, F1, B1), (F0, F1, B0, B1)), "deadlock of stages"),
     ],
 )
