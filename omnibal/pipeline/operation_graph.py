@@ -68,6 +68,10 @@ class OperationGraph:
     def kinds(self) -> tuple[Pass, ...]:
         return tuple(Pass(kind) for kind in np.unique(self.kind).tolist())
 
+    def of_stage(self, stage: int) -> np.ndarray:
+        """Return the indices of a stage's operations in execution order."""
+        return np.flatnonzero(self.stage == stage)
+
 
 @lru_cache(maxsize=64)  # by micro-batches of a rank in a step
 def operation_graph(
@@ -121,7 +125,7 @@ class HeldInPasses:
 
 def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
     """Return a stage's held micro-batches per operation, until the end of their backward."""
-    schedule, operations = graph.schedule, np.flatnonzero(graph.stage == stage)
+    schedule, operations = graph.schedule, graph.of_stage(stage)
     kind, micro_batch = graph.kind[operations], graph.micro_batch[operations]
     chunk = graph.part[operations] // schedule.stages
     begins, indices = kind == Pass.FORWARD, np.arange(len(operations))
