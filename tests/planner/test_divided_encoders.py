@@ -216,7 +216,7 @@ def test_encoders_too_large_for_a_device_are_divided() -> None:
     free = job(sizes, model=load_model("internvit-6b-llama3-8b"), cluster=devices)
     data = request(job()).data
     whole = PlanRequest(job=replace(free, encoder_shardings=EVERY[:1]), data=data)
-    with pytest.raises(DoesNotFit, match="a full copy of the encoders") as raised:
+    with pytest.raises(DoesNotFit, match="with data-parallel encoders needs") as raised:
         make_plan(whole)
     assert "--sharding auto" in str(raised.value)
     advised = {change.text.split(" (")[0] for change in find_changes(whole).changes}
