@@ -141,7 +141,7 @@ def test_a_fake_stage_is_the_one_of_its_name(plan_dir, tmp_path):
             gigabytes=1.0, contents=(), operations=(), host_reads=(), unaligned=(),
         )  # fmt: skip
         FAKE_REPLAY_FILES.file_of(tmp_path, stage).write_text(counted.model_dump_json())
-    with pytest.raises(UserError, match=r"_1\.json: holds stage 0, but is named for 1"):
+    with pytest.raises(UserError, match=r"_1\.json: holds stage 0: replay"):
         read_fake_stages(tmp_path, open_plan(plan_dir).plan)
 
 
