@@ -52,7 +52,9 @@ class BoundedTrials:
     obstacles: dict[Choice, str] = field(default_factory=dict)
     """Why choices that may fit in 1F1B can run in no schedule that was asked for."""
     estimated_ms: dict[Choice, float] = field(default_factory=dict)
-    """Estimated times per sample of choices that fit, if not all are planned."""
+    """Estimated times per sample of choices that fit, if not all are planned. In 1F1B or, of
+    `compared` choices, in the best schedule."""
+    compared: set[Choice] = field(default_factory=set)
 
     def run(self, choices: Iterable[Choice], most: int) -> None:
         """Plan new choices that may win. If there are more than `most`, estimates select them."""
@@ -93,11 +95,7 @@ class BoundedTrials:
             else:
                 self.planned[choice] = found
             self.advance(1)
-        new = [
-            choice
-            for choice in may_gain(self.setting, self.planned)
-            if choice not in self.scheduled
-        ]
+        new = may_gain(self.setting, self.planned, self.scheduled)
         again = try_all(partial(plan_choice, self.setting, True), new, self.processes, self.advance)
         self.planned.update({c: s for c, s in again.items() if isinstance(s, Strategy)})
         self.scheduled.update(again)
@@ -134,6 +132,7 @@ class BoundedTrials:
         best_ms = min(
             (self.estimated_ms.get(choice, math.inf) for choice in choices), default=math.inf
         )
+        likely_ms = {choice: self.bounds[choice].share * ms for choice, ms in likely_ms.items()}
         others = [
             choice
             for choice, ms in likely_ms.items()
@@ -142,24 +141,48 @@ class BoundedTrials:
         others.sort(key=lambda choice: (likely_ms[choice], self._order(choice)))
         self.advance(len(likely_ms) - len(others))
         self._estimate(others, _MOST_ESTIMATED)
-        by_ms = [choice for choice in choices if choice in self.estimated_ms]
-        by_ms.sort(key=lambda choice: (self.estimated_ms[choice], self._order(choice)))
-        limit_ms = _PLANNED_SLACK * self.estimated_ms[by_ms[0]] if by_ms else 0.0
-        near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
+        estimated = [choice for choice in choices if choice in self.estimated_ms]
+        fastest = self._fastest(estimated, most)
+        while new := [
+            choice for choice in fastest if self._least_estimate(choice) < self.estimated_ms[choice]
+        ]:
+            self._compare_schedules(new)
+            fastest = self._fastest(estimated, most)
+        return fastest
+
+    def _fastest(self, estimated: Sequence[Choice], most: int) -> list[Choice]:
+        """Return the choices that may be the fastest: half of them of different sizes."""
+        least_ms = {choice: self._least_estimate(choice) for choice in estimated}
+        by_ms = sorted(estimated, key=lambda choice: (least_ms[choice], self._order(choice)))
+        limit_ms = _PLANNED_SLACK * least_ms[by_ms[0]] if by_ms else 0.0
+        near = [choice for choice in by_ms if least_ms[choice] <= limit_ms]
         some = _first_of_sizes(near)[: most - most // 2]  # caps vary less than sizes
         return some + [choice for choice in near if choice not in some][: most - len(some)]
+
+    def _least_estimate(self, choice: Choice) -> float:
+        """Return the estimated time per sample, as if other schedules reached their bound."""
+        share = 1.0 if choice in self.compared else self.bounds[choice].share
+        return share * self.estimated_ms[choice]
+
+    def _compare_schedules(self, choices: Sequence[Choice]) -> None:
+        """Estimate choices in other schedules than 1F1B, too."""
+        work = partial(estimate, self.setting.in_others)
+        for choice, result in try_all(work, choices, self.processes).items():
+            if not isinstance(result, Need):
+                self.estimated_ms[choice] = min(result, self.estimated_ms[choice])
+        self.compared.update(choices)
 
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
         """Return choices without kinds clearly slower than the best kind.
 
         Choices stay if their group has no estimate.
         """
-        best_ms: dict[Hashable, float] = {}
-        for choice, ms in self.estimated_ms.items():
+        least_ms: dict[Hashable, float] = {}
+        for choice in self.estimated_ms:
             kind = _kind_key(choice)
-            best_ms[kind] = min(best_ms.get(kind, math.inf), ms)
-        limit_ms = _KIND_SLACK * min(best_ms.values(), default=math.inf)
-        slow = {kind for kind, ms in best_ms.items() if ms > limit_ms}
+            least_ms[kind] = min(least_ms.get(kind, math.inf), self._least_estimate(choice))
+        limit_ms = _KIND_SLACK * min(self.estimated_ms.values(), default=math.inf)
+        slow = {kind for kind, ms in least_ms.items() if ms > limit_ms}
         seen = set(map(_group_key, self.estimated_ms))
         fast = [
             choice

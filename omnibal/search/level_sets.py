@@ -166,7 +166,8 @@ def _simulate_set(
     without levels that get no packs, or the error."""
     try:
         trial, sizing = _trial_of_set(setting, longest, choice), choice[0]
-        ms = estimated_ms_per_sample(setting, sizing, trial)
+        request = trial.request(setting.request.samples_per_step)
+        ms = estimated_ms_per_sample(setting, request)
         return choice, (ms, (sizing, trial.data.levels))
     except UserError as error:
         return choice, error

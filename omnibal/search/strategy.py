@@ -3,7 +3,7 @@
 Every trial is a picklable task that depends only on the choice and the setting.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self, TypeVar
@@ -218,6 +218,7 @@ class Bound:
     least_ms: float  # lower bound on the time per sample in the best schedule
     about_ms: float
     """Time per sample in 1F1B if steps and data-parallel encoders reach their bounds."""
+    share: float  # lower bound on the time in the best schedule, over that in 1F1B
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -243,6 +244,12 @@ class Setting:
         usual = self.request.schedules & {ONE_FORWARD_ONE_BACKWARD.name}
         request = replace(self.request, schedules=usual or self.request.schedules)
         return replace(self, request=request)
+
+    @property
+    def in_others(self) -> Self:
+        """Return the setting for trials in other schedules than 1F1B."""
+        others = self.request.schedules - {ONE_FORWARD_ONE_BACKWARD.name}
+        return replace(self, request=replace(self.request, schedules=others))
 
     def share(self, sizing: Sizing, micro_batches: float) -> float:
         """Return a lower bound on the step time in the best schedule, over that in `in_1f1b`."""
@@ -322,36 +329,36 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     step_ms = min_step_ms(job.split_task(sized.workload(), sized.data.levels))
     # 0 if encoders are in the pipeline.
     before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, samples)
-    share = least_share(job, request.schedules, setting.micro_batches(choice))
-    step_ms /= samples
-    return choice, Bound(least_ms=share * step_ms + before_ms, about_ms=step_ms + encoders_ms)
+    micro_batches, step_ms = setting.micro_batches(choice), step_ms / samples
+    return choice, Bound(
+        least_ms=least_share(job, request.schedules, micro_batches) * step_ms + before_ms,
+        about_ms=step_ms + encoders_ms,
+        share=setting.share(choice[0], micro_batches),
+    )
 
 
-def estimated_ms_per_sample(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> float:
-    """Return a quick estimate of a trial's time per sample in its best schedule.
+def estimated_ms_per_sample(setting: Setting, request: PlanRequest) -> float:
+    """Return a quick estimate of a trial's time per sample, in 1F1B if that is allowed.
 
     Raises:
         DoesNotFit, CannotRunSchedule: as `estimated_over_bound`.
     """
-    wanted = setting.request.samples_per_step
-    request = trial.request(wanted)
     job, samples = request.job, mean_samples(request)
     _, encoders_ms = encoders_ms_per_sample(job, setting.request.lengths, samples)
     least_ms = min_step_ms(job.split_task(request.workload(), request.data.levels)) / samples
     schedules = able_schedules(setting.request.schedules, job)
     over_bound = estimated_over_bound(request, samples * encoders_ms, schedules)
-    share = setting.share(sizing, trial.micro_batches(wanted))
-    return share * over_bound * (least_ms + encoders_ms)
+    return over_bound * (least_ms + encoders_ms)
 
 
 def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
-    """Return the choice with its estimated time per sample in ms, or Need."""
+    """Return the choice with its time per sample by `estimated_ms_per_sample`, or Need."""
     sized = setting.request_of(choice)
     need_gib = least_need_gib(sized, is_exact=False)
     if not fits_cap(need_gib, sized.job.memory_cap_gib):
         return choice, Need(gib=need_gib)
     try:
-        return choice, estimated_ms_per_sample(setting, choice[0], setting.trial(choice))
+        return choice, estimated_ms_per_sample(setting, sized)
     except (DoesNotFit, CannotRunSchedule) as error:
         # The encoder placements of an estimate may leave less memory than every split needs.
         return choice, Need.after(error, need_gib)
@@ -371,13 +378,19 @@ def plan_choice(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, S
         return choice, Need.after(error, need_gib)
 
 
-def may_gain(setting: Setting, planned: Mapping[Task, Strategy]) -> list[Task]:
-    """Return trials in 1F1B that another schedule may make the fastest, the most likely first."""
+def may_gain(
+    setting: Setting, planned: Mapping[Task, Strategy], scheduled: Collection[Task] = ()
+) -> list[Task]:
+    """Return trials in 1F1B that another schedule may make the fastest, the most likely first.
+
+    Args:
+        scheduled: tasks that are already planned in all schedules.
+    """
     best_ms = min((strategy.ms_per_sample for strategy in planned.values()), default=0.0)
     likely_ms = dict[Task, float]()
     for task, strategy in planned.items():
         share = setting.share(strategy.sizing, strategy.micro_batches)
-        if share < 1 and share * strategy.ms_per_sample < best_ms:
+        if task not in scheduled and share < 1 and share * strategy.ms_per_sample < best_ms:
             likely_ms[task] = share * strategy.ms_per_sample
     return sorted(likely_ms, key=lambda task: likely_ms[task])[:MOST_SCHEDULED]
 
