@@ -29,6 +29,7 @@ from omnibal.cost.profile import fit_exchange_ms
 from omnibal.cost.setting import CostSetting
 from omnibal.cost.shaped_rates import LinearTime
 from omnibal.cost.source import ANALYTIC, CostSource
+from omnibal.model.adapter_settings import trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig
 from omnibal.model.levels import ContextExchange, Level, exchange_mistake
 from omnibal.model.parallel import Group
@@ -38,6 +39,7 @@ from omnibal.model.units import (
     LANGUAGE_EMBED,
     attended_feature,
     feature_names_at,
+    unit_kinds,
 )
 
 _RING_KERNELS = 4  # kernels per further part of a ring, including attention
@@ -107,8 +109,9 @@ def costs_at(
     added = feature_names_at(cost.features, levels)[len(cost.features) :]
     if added:
         cost = with_features(cost, added)
-    encoder_kinds = [kind.name for kind in cost.kinds if kind.tower != LANGUAGE]
-    encoder_trained = any(cost.units[name].has_backward for name in encoder_kinds)
+    # Also of data-parallel encoders, which `cost` has no units of.
+    trained, kinds = trained_kinds(model, setting.frozen, setting.adapters), unit_kinds(model)
+    encoder_trained = any(kind.tower != LANGUAGE and kind.name in trained for kind in kinds)
     features, size = unit_vectors(cost.features), ELEMENT_BYTES[precision]
 
     def at_level(level: Level) -> CostModel:
