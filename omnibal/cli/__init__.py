@@ -25,6 +25,8 @@ from omnibal.cli import (
     run_command,
     simulate_command,
 )
+from omnibal.cli.console import print_notes
+from omnibal.cli.earlier_names import with_current_names
 from omnibal.cli.help_groups import GroupedCommand, with_groups
 
 app = typer.Typer(name="omnibal", add_completion=False, rich_markup_mode=None)
@@ -32,7 +34,9 @@ app = typer.Typer(name="omnibal", add_completion=False, rich_markup_mode=None)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. User errors are one line on stderr, with exit status 2."""
-    run_app(app, "omnibal", arguments)
+    given, notes = with_current_names(sys.argv[1:] if arguments is None else arguments)
+    print_notes(notes)
+    run_app(app, "omnibal", given)
 
 
 @app.callback(invoke_without_command=True)
