@@ -52,7 +52,7 @@ class EncoderUnits:
         self.layers: PlannedBlock | None = None
         self.projector: torch.nn.Module | None = None
         # By number from 0 of the layer whose output is projected.
-        self.deepstack_projectors = dict[int, Any]()
+        self.deepstack_projectors = dict[int, torch.nn.Module]()
         if stage.holds(f"{name} embed"):
             self.embedding = _EMBEDDINGS[tower.kind](tower, config.params_dtype)
         if numbers:

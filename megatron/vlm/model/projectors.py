@@ -86,7 +86,9 @@ def _fold_of(tower: Encoder) -> Callable[[torch.Tensor], torch.Tensor]:
 class DeepstackProjectors(MegatronModule):
     """An encoder's deepstack projectors on a stage, named by index in `deepstack_layers`."""
 
-    def __init__(self, config: TransformerConfig, projectors: Mapping[int, Projector]) -> None:
+    def __init__(
+        self, config: TransformerConfig, projectors: Mapping[int, torch.nn.Module]
+    ) -> None:
         super().__init__(config)
         for number, projector in projectors.items():
             self.add_module(str(number), projector)
