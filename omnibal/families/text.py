@@ -207,6 +207,8 @@ class LlamaText(GroupedText):
 class InternLM2Text(GroupedText):
     architecture = "InternLM2ForCausalLM"
 
+    head_dim: None = None  # not read by InternLM2's code
+
 
 class Phi3Text(GroupedText):
     architecture = "Phi3ForCausalLM"

@@ -541,8 +541,8 @@ def places(good, good_run, tmp_path_factory) -> dict[str, Path]:
             "vision.normalization is RMSNorm there and LayerNorm in {other}/config.json",
         ),
         ("export {run} --layout internvl-qwen2", "qkv_bias false"),
-        ("export {biased} --layout internvl-internlm2", "qkv_bias true"),
-        ("export {biased} --layout internvl-llama", "qkv_bias true"),
+        ("export {biased} --layout internvl-internlm2", "qkv_bias is True there"),
+        ("export {biased} --layout internvl-llama", "qkv_bias is True there"),
     ],
 )
 def test_impossible_conversions_are_refused(tmp_path, places, error_line, command, message):

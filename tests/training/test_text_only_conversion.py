@@ -281,10 +281,10 @@ def test_other_models_are_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("is_seeing", "layout", "message"),
     [
-        (False, TensorLayout.TRANSFORMERS, "has no encoder, which layout"),
-        (False, TensorLayout.INTERNVL_LLAMA, "has no encoder, which layout"),
-        (False, TensorLayout.QWEN2, "has qkv_bias false, which layout qwen2"),
-        (True, TensorLayout.LLAMA, "has an encoder, which layout llama"),
+        (False, TensorLayout.TRANSFORMERS, "encoder is of none, and the layout's of tiles"),
+        (False, TensorLayout.INTERNVL_LLAMA, "encoder is of none, and the layout's of tiles"),
+        (False, TensorLayout.QWEN2, "qkv_bias is False there and True in layout qwen2"),
+        (True, TensorLayout.LLAMA, "encoder is of tiles, and the layout's of none"),
     ],
 )
 def test_layouts_are_of_models_with_or_without_an_encoder(is_seeing, layout, message):
