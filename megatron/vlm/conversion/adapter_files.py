@@ -32,6 +32,7 @@ from megatron.vlm.conversion.tensor_map import (
     Parameter,
     Parts,
     Shape,
+    Sources,
     TensorLayout,
     find_released,
     layer_parameter,
@@ -273,8 +274,8 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
     shapes: dict[str, tuple[str, Shape]] = {}
     for own in modules:
         piece = own.piece
-        parts = own.arrangement.shapes(piece.lora_b.shape)
-        for (name_a, name_b), shape in zip(own.tensor_names(), parts, strict=True):
+        made_of = Sources(names=own.names, own=piece.lora_b.shape, arrangement=own.arrangement)
+        for (name_a, name_b), shape in zip(own.tensor_names(), made_of.shapes, strict=True):
             shapes[name_a] = (piece.lora_a.key, piece.lora_a.shape)
             shapes[name_b] = (piece.lora_b.key, shape)
     check_tensors(folder, shapes, files.tensors, "equal adapters in all layers")

@@ -84,9 +84,7 @@ class ReleasedCheckpoint:
         added = self.additions.get(parameter.name)
         if added is not None:
             return added.read()
-        return self.files.read_parameter(
-            find_released(parameter, self.model, self.layout), parameter
-        )
+        return self.files.read_parameter(find_released(parameter, self.model, self.layout))
 
     def file_order(self) -> list[Parameter]:
         """Return additions, then all others in file order, so that each file is read once."""

@@ -85,15 +85,11 @@ class StoredWeights:
 
 
 def _make_block(parameter: Parameter, values: torch.Tensor) -> ShardedTensor:
-    layers = () if parameter.layers is None else (parameter.layers,)
-    return ShardedTensor(
-        key=parameter.key,
-        data=values,
-        dtype=values.dtype,
-        local_shape=parameter.shape,
-        global_shape=(*layers, *parameter.shape),
-        global_offset=tuple(_make_chunk(parameter).offsets),
-        axis_fragmentations=None,
+    layers = [] if parameter.layers is None else [(0, parameter.layer, parameter.layers)]
+    return ShardedTensor.from_rank_offsets(
+        parameter.key,
+        values,
+        *layers,
         prepend_axis_num=len(layers),
         allow_shape_mismatch=True,  # training pads words and heads
     )

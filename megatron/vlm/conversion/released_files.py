@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.vlm.checkpoint.identity import raise_interrupts, reason
-from megatron.vlm.conversion.tensor_map import Parameter, Shape, Sources
+from megatron.vlm.conversion.tensor_map import Shape, Sources
 from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model
 
@@ -98,10 +98,9 @@ class ReleasedFiles:
         except (SafetensorError, OSError) as error:
             raise _make_error(self._directory / file, error) from error
 
-    def read_parameter(self, sources: Sources, parameter: Parameter) -> torch.Tensor:
+    def read_parameter(self, sources: Sources) -> torch.Tensor:
         """Return a parameter made of its released tensors."""
-        tensors = list(map(self.read_tensor, sources.names))
-        return sources.arrangement.join(tensors, parameter.shape)
+        return sources.join(list(map(self.read_tensor, sources.names)))
 
     def header_metadata(self, file: str) -> dict[str, str] | None:
         return self._opened(file).metadata()

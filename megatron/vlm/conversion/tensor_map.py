@@ -13,15 +13,15 @@ round trips are bit-exact.
 Shapes: R rows, with any trailing axes; G groups of heads; X experts.
 """
 
+import math
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel
@@ -158,24 +158,12 @@ class Parameter:
         return ("", self.key) if match is None else (match[1], match[2])
 
 
-class Arrangement(ABC):
-    """Conversion between a parameter and its released tensors."""
-
-    @abstractmethod
-    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        """Return the parameter, of shape `own`, from its released tensors."""
-
-    @abstractmethod
-    def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the released tensors of a parameter, as the inverse of `join`."""
-
-    @abstractmethod
-    def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        """Return the shapes of the released tensors of a parameter of shape `own`."""
+# Arrangements: `join` returns a parameter of shape `own` from its released tensors; `divide` is the
+# inverse.
 
 
 @dataclass(frozen=True, slots=True)
-class Parts(Arrangement):
+class Parts:
     """`count` released tensors of `shape`, concatenated and reshaped, such as gate and up."""
 
     shape: Shape
@@ -188,12 +176,9 @@ class Parts(Arrangement):
     def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensor.reshape(self.count * self.shape[0], *self.shape[1:]).chunk(self.count)
 
-    def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        return (self.shape,) * self.count
-
 
 @dataclass(frozen=True, slots=True)
-class GroupedRows(Arrangement):
+class GroupedRows:
     """Rows of several parts, such as q, k and v. Released: part after part. Here: all parts of
     group 0, of group 1, ..., as in Megatron-core, so that each tensor-parallel rank has groups.
     """
@@ -215,9 +200,6 @@ class GroupedRows(Arrangement):
         parts = iter(tensor.unflatten(0, (self.groups, -1)).split(rows, dim=1))
         pieces = ([next(parts).flatten(0, 1) for _ in piece] for piece in self.parts)
         return tuple(torch.cat(own) if len(own) > 1 else own[0] for own in pieces)
-
-    def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        return tuple((sum(rows), *own[1:]) for rows in self.parts)
 
     def of_piece(self, index: int) -> "GroupedRows":
         """Return the arrangement of released tensor `index` alone."""
@@ -248,7 +230,7 @@ def delta_rows(linear: LinearAttention) -> tuple[GroupedRows, GroupedRows]:
     )
 
 
-class Transposed(Arrangement):
+class Transposed:
     """One released tensor of all experts, [X, columns, rows]; here [X, rows, columns]."""
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
@@ -257,12 +239,9 @@ class Transposed(Arrangement):
     def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (tensor.transpose(1, 2).contiguous(),)
 
-    def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        return ((own[0], own[2], own[1]),)
-
 
 @dataclass(frozen=True, slots=True)
-class QueryValueBias(Arrangement):
+class QueryValueBias:
     """Bias of q, k and v, interleaved by head. Released without k's, which is 0 here (Whisper)."""
 
     heads: int
@@ -275,31 +254,38 @@ class QueryValueBias(Arrangement):
         queries, _, values = tensor.unflatten(0, (self.heads, -1)).chunk(3, dim=1)
         return queries.flatten(), values.flatten()
 
-    def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        return ((own[0] // 3,),) * 2
+
+Arrangement: TypeAlias = Parts | GroupedRows | Transposed | QueryValueBias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Names and shapes of the released tensors of a parameter, and their conversion."""
+    """Names of the released tensors of a parameter of shape `own`, and their conversion."""
 
     names: tuple[str, ...]
-    shapes: tuple[Shape, ...]
+    own: Shape
     arrangement: Arrangement
 
-    @classmethod
-    def of(cls, names: Iterable[str], arrangement: Arrangement, parameter: Parameter) -> "Sources":
-        return cls(
-            names=tuple(names), shapes=arrangement.shapes(parameter.shape), arrangement=arrangement
-        )
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return the shapes of the released tensors."""
+        pieces = self.arrangement.divide(torch.empty(self.own, device="meta"))
+        return tuple(tuple(piece.shape) for piece in pieces)
+
+    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the parameter from its released tensors."""
+        return self.arrangement.join(pieces, self.own)
+
+
+_ModuleNames: TypeAlias = dict[str, str | tuple[str, ...]]
 
 
 class _TowerNames(BaseModel, frozen=True):
     """Released names of a tower's modules, from tensor_names.toml."""
 
     path: str = ""  # prefix of layer numbers
-    layer: dict[str, str | tuple[str, ...]] = {}
-    outside: dict[str, str | tuple[str, ...]] = {}
+    layer: _ModuleNames = {}
+    outside: _ModuleNames = {}
 
 
 @cache
@@ -475,26 +461,25 @@ def _delta_shapes(linear: LinearAttention, width: int) -> _NamedShapes:
 def find_released(parameter: Parameter, model: ModelConfig, layout: TensorLayout) -> Sources:
     """Return a parameter's released tensors in a layout."""
     names = _released_names(parameter, layout)
-    return Sources.of(names, _arrange(parameter, model, layout), parameter)
+    arrangement = _arrange(parameter, len(names), model, layout)
+    return Sources(names=names, own=parameter.shape, arrangement=arrangement)
 
 
 def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> Sources | None:
     """Return an audio parameter's tensors in Whisper, or None for the projector's linears."""
-    _, _, own = parameter.key.partition(".layers.")
-    module, _, part = (own or parameter.key).rpartition(".")
-    tower = _read_tower_names()["whisper"]
-    released = (tower.layer if own else tower.outside).get(module)
-    if released is None:
+    tower, own = parameter.own_name
+    modules, heads = _read_tower_names()["whisper"], audio.heads
+    released = _expand_names(modules.layer if tower else modules.outside, own, parameter.shape)
+    if not released:
         return None
-    modules = (released,) if isinstance(released, str) else released
+    layer = f"{modules.path}.{parameter.layer}." if tower else ""
     arrangement: Arrangement = Parts(parameter.shape)
-    if len(modules) > 1 and part == "bias":
-        modules, arrangement = (modules[0], modules[2]), QueryValueBias(audio.heads)  # k has none
-    elif len(modules) > 1:
-        rows = parameter.shape[0]
-        arrangement = query_key_value(rows, audio.heads, audio.heads, is_fused=False)
-    layer = f"{tower.path}.{parameter.layer}." if own else ""
-    return Sources.of((f"{prefix}{layer}{name}.{part}" for name in modules), arrangement, parameter)
+    if len(released) > 1:
+        rows, has_keys = parameter.shape[0], len(released) == 3
+        qkv = query_key_value(rows, heads, heads, is_fused=False)
+        arrangement = qkv if has_keys else QueryValueBias(heads)
+    names = tuple(f"{prefix}{layer}{name}" for name in released)
+    return Sources(names=names, own=parameter.shape, arrangement=arrangement)
 
 
 def head_name(layout: TensorLayout) -> str:
@@ -507,43 +492,49 @@ def embedding_parameter(model: ModelConfig) -> Parameter:
     return Parameter(key=_WORD_TABLE, shape=(model.language.vocab_size, model.language.hidden_size))
 
 
-def _arrange(parameter: Parameter, model: ModelConfig, layout: TensorLayout) -> Arrangement:
+def _arrange(
+    parameter: Parameter, count: int, model: ModelConfig, layout: TensorLayout
+) -> Arrangement:
+    """Return the arrangement of a parameter that is released as `count` tensors."""
     tower, own = parameter.own_name
-    rows, *inner = parameter.shape
-    if tower == "vision" and own.startswith("self_attention.linear_qkv"):
-        heads, is_fused = model.encoders[tower].heads, layout.is_original or layout.is_qwen_vl
-        return query_key_value(rows, heads, heads, is_fused=is_fused)
-    if layout.language != "internlm2" and own.startswith("self_attention.linear_qkv"):
-        language = model.language
-        return query_key_value(
-            rows,
-            language.heads,
-            language.kv_heads,
-            is_fused=False,
-            is_gated=language.output_gate,
-        )
+    shape, images, language = parameter.shape, model.images, model.language
+    if own.startswith("self_attention.linear_qkv") and tower == "vision":
+        heads = model.encoders[tower].heads
+        return query_key_value(shape[0], heads, heads, is_fused=count == 1)
+    if own.startswith("self_attention.linear_qkv") and layout.language != "internlm2":
+        heads, is_gated = (language.heads, language.kv_heads), language.output_gate
+        return query_key_value(shape[0], *heads, is_fused=False, is_gated=is_gated)
     if own in ("self_attention.in_proj.weight", "self_attention.conv_weight"):
         linear = next(kind.linear for kind in model.language.kinds if kind.linear is not None)
         return delta_rows(linear)["conv" in own]
-    is_gated = tower in ("language", _PREDICTION) or layout.family == "qwen2_5_vl"
-    if is_gated and own.startswith(("mlp.linear_fc1", "mlp.shared_experts.linear_fc1")):
-        return Parts((rows // 2, *inner), 2)  # gate, up
-    storage = layout.storage_of(tower)
-    if own.startswith("mlp.experts.") and storage == "transposed":
+    is_of_experts = own.startswith("mlp.experts.")
+    if is_of_experts and layout.storage_of(tower) == "transposed":
         return Transposed()
-    if own.startswith("mlp.experts.") and storage == "apart":
-        parts = 2 if "linear_fc1" in own else 1  # gate, up
-        return Parts((inner[0] // parts, *inner[1:]), rows * parts)
-    images = model.images
+    if count > 1:  # gate and up, or experts
+        axes = 2 if is_of_experts else 1
+        return Parts((math.prod(shape[:axes]) // count, *shape[axes:]), count)
     if parameter.key == "vision_embedding.patch_projection.weight":
         side = model.vision.patch_size if images is None else images.patch_size
         times = () if images is None else (images.frames_per_patch,)
-        return Parts((rows, IMAGE_CHANNELS, *times, side, side))  # a convolution's kernel
+        return Parts((shape[0], IMAGE_CHANNELS, *times, side, side))  # a convolution's kernel
     if parameter.key == "vision_embedding.class_token":
-        return Parts((1, 1, *parameter.shape))  # broadcast over tiles
+        return Parts((1, 1, *shape))  # broadcast over tiles
     if parameter.key == "vision_embedding.positions" and images is None:
-        return Parts((1, *parameter.shape))  # broadcast over tiles
-    return Parts(parameter.shape)
+        return Parts((1, *shape))  # broadcast over tiles
+    return Parts(shape)
+
+
+def _expand_names(names: _ModuleNames, own: str, shape: Shape) -> list[str]:
+    """Return the released names of tensor `own` of a layer or of none, empty if it has none.
+
+    A name with `*`, which is an expert's number, is repeated for all of `shape[0]` experts.
+    """
+    module, _, part = (own, "", "") if own in names else own.rpartition(".")
+    entry = names.get(module, ())
+    modules = [entry] if isinstance(entry, str) else entry
+    numbers = range(shape[0]) if any("*" in name for name in modules) else ("",)
+    end = f".{part}" if part else ""
+    return [name.replace("*", str(number)) + end for number in numbers for name in modules]
 
 
 def _released_names(parameter: Parameter, layout: TensorLayout) -> tuple[str, ...]:
@@ -561,16 +552,9 @@ def _released_names(parameter: Parameter, layout: TensorLayout) -> tuple[str, ..
         prefix, names = f"{side.path}.{number}.", side.layer
     if layout.storage_of(tower) != "apart":
         names = names | towers["stacked"].layer
-    module, part = (own, "") if own in names else own.rsplit(".", 1)
-    if module.startswith(_DEEPSTACK_KEY):  # numbered, and otherwise named like the projector
-        modules: Sequence[str] = [module.replace(_DEEPSTACK_KEY, _MERGERS, 1)]
-    else:
-        entry = names[module]
-        modules = [entry] if isinstance(entry, str) else entry
-    if any("*" in name for name in modules):  # a tensor per expert
-        numbers = map(str, range(parameter.shape[0]))
-        modules = [name.replace("*", number) for number in numbers for name in modules]
-    released = [f"{prefix}{name}{f'.{part}' if part else ''}" for name in modules]
+    released = [prefix + name for name in _expand_names(names, own, parameter.shape)]
+    if own.startswith(_DEEPSTACK_KEY):  # numbered, and otherwise named like the projector
+        released = [own.replace(_DEEPSTACK_KEY, _MERGERS, 1)]
     # tensor_names.toml has the root of InternVL's own layout, and no root of prediction layers.
     if layout.root == "language_model.model" or released[0].startswith(PREDICTION_PREFIX):
         return tuple(released)

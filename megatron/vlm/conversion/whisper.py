@@ -196,7 +196,7 @@ def _list_audio_additions(
         read = partial(draw, parameter.name, parameter.shape, default)
         if sources is not None:
             dtype = audio.files.tensors[sources.names[0]].dtype
-            read = partial(audio.files.read_parameter, sources, parameter)
+            read = partial(audio.files.read_parameter, sources)
         yield Addition(parameter=parameter, dtype=dtype, read=read)
     words = model.language.vocab_size
     rows = words - released.model.language.vocab_size
