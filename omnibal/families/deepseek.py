@@ -1,6 +1,6 @@
 """Text configs of DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437)."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -54,11 +54,8 @@ class DeepseekText(SharedExpertsText):
     qk_nope_head_dim: PositiveInt = 128
     qk_rope_head_dim: PositiveInt = 64
     v_head_dim: PositiveInt = 128
-    scoring_func: Literal["softmax", "sigmoid"]
-    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"]
-    aux_loss_alpha: float = 0.0
-    seq_aux: bool = True
-    output_router_logits: bool = False
+    scoring_func: str
+    topk_method: str
 
     @property
     def router(self) -> dict[str, Any]:
@@ -73,12 +70,6 @@ class DeepseekText(SharedExpertsText):
 class DeepseekV2Text(DeepseekText):
     """DeepSeek-V2 and V2-Lite: softmax router."""
 
-    scoring_func: Literal["softmax"] = "softmax"
-    topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
-
 
 class DeepseekV3Text(DeepseekText):
     """DeepSeek-V3: sigmoid router with a load-balancing bias."""
-
-    scoring_func: Literal["sigmoid"] = "sigmoid"
-    topk_method: Literal["noaux_tc"] = "noaux_tc"

@@ -22,6 +22,7 @@ from pydantic import (
 from omnibal.base.errors import UserError
 from omnibal.base.files import complaint, read_toml_model
 from omnibal.base.frozen import Frozen, Numbered
+from omnibal.model.limits import words
 
 T = TypeVar("T", bound="HubTable")
 FieldKeys = Literal["fields", "experts", "latent", "linear"]  # sections with keys by field
@@ -81,12 +82,11 @@ class HubTable(Numbered):
             name = keys.names.get(key, key)
             if name in used and used[name] != value:
                 raise ValueError(f"{key} and another spelling of it differ; drop either")
+            if name in keys.must and value not in keys.must[name]:
+                expected = words([_as_json(repr(known)) for known in keys.must[name]], "or")
+                raise ValueError(f"{name} {_as_json(f'{value!r:.80}')} must be {expected}")
             if name in cls.model_fields:
                 used[name] = value
-            elif name in keys.must and value not in keys.must[name]:
-                values = [_as_json(repr(known)) for known in keys.must[name]]
-                expected = " or ".join(filter(None, (", ".join(values[:-1]), values[-1])))
-                raise ValueError(f"{name} {_as_json(f'{value!r:.80}')} must be {expected}")
         return keys.defaults | used
 
     @classmethod

@@ -1,9 +1,9 @@
 """Kimi-VL (arXiv 2504.07491) and Kimi-K2.5: MoonViT and a DeepSeek-V3 language model."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
 from omnibal.families.processor import read_processor
 from omnibal.families.vision import LayersTable, WholeTable
@@ -12,7 +12,6 @@ from omnibal.model.encoders import ImagesEncoder, ImageText
 
 class KimiTable(WholeTable):
     projection_hidden_size: PositiveInt | None = None
-    projection_layer_norm_eps: PositiveFloat = 1e-5
 
 
 class MoonVit(LayersTable):
@@ -27,11 +26,8 @@ class MoonVit(LayersTable):
     merge_kernel_size: tuple[PositiveInt, PositiveInt] = (2, 2)
     pos_emb_height: PositiveInt = 64
     pos_emb_width: PositiveInt = 64
-    pos_emb_time: PositiveInt = 4
     mm_hidden_size: PositiveInt | None = None
     text_hidden_size: PositiveInt | None = None
-    projection_layer_norm_eps: PositiveFloat = 1e-5
-    rope_parameters: dict[str, Any] | None = None
 
     def encoder(self, whole: KimiTable, path: Path) -> ImagesEncoder:
         if self.merge_kernel_size[0] != self.merge_kernel_size[1]:

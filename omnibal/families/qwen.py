@@ -92,8 +92,6 @@ class Qwen3VLMoeText(text.Qwen3MoeText, SectionedText):
     rope_numbers = _UNSCALED
     default_theta = 500_000.0
 
-    norm_topk_prob: Literal[True] = True  # Transformers' class always normalises
-
 
 class Qwen3VLVision(VisionTable):
     """Tower of Qwen3-VL: learned positions and deepstack."""
@@ -106,7 +104,7 @@ class Qwen3VLVision(VisionTable):
 
 
 class Qwen35Vision(Qwen3VLVision):
-    deepstack_visual_indexes: tuple[int, ...] = Field(default=(), max_length=0)
+    """Tower of Qwen3.5: without deepstack."""
 
 
 # Pydantic takes the first base's fields.
@@ -128,7 +126,6 @@ class HybridText(text.LayeredText, SectionedText):
     linear_num_key_heads: PositiveInt = 16
     linear_num_value_heads: PositiveInt = 32
     mtp_num_hidden_layers: int = Field(default=0, ge=0)
-    mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)  # [] in dense releases
 
     def check_rotated_share(self, share: float | None) -> None:
         """Raise ValueError if sections are of another share of a head."""
@@ -165,7 +162,6 @@ class HybridMoeText(text.RoutedKeys, HybridText):
 
     intermediate_size: PositiveInt | None = None
     shared_expert_intermediate_size: PositiveInt = 512
-    norm_topk_prob: Literal[True] = True
 
     @property
     def experts(self) -> ExpertsConfig | None:

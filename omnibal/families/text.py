@@ -39,7 +39,6 @@ class Rope(Numbered):
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
     mrope_section: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    mrope_interleaved: bool | None = None
     full_attention: "Rope | None" = None  # RoPE of full-attention layers if different
 
     @property

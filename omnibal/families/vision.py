@@ -68,7 +68,6 @@ class DepthTable(Tower):
     patch_size: Side
     spatial_merge_size: PositiveInt = 2
     temporal_patch_size: PositiveInt = 2
-    rope_parameters: dict[str, Any] | None = None
 
     @property
     def video(self) -> VideoConfig | None:

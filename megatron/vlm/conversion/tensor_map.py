@@ -15,7 +15,7 @@ Shapes: R rows, with any trailing axes; G groups of heads; X experts.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
