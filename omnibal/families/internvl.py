@@ -112,10 +112,8 @@ class OriginalTable(_OuterTable):
         if self.force_image_size not in (None, image_size):
             raise ValueError(
                 f"has force_image_size {self.force_image_size}, but position embeddings for "
-                f"tiles of {image_size} pixels (vision_config.image_size); set it to {image_size} "
-                "there to train on such tiles, or else resize them by InternVL's "
-                "vision_model.resize_pos_embeddings and save them with both sizes set to "
-                f"{self.force_image_size}"
+                f"tiles of {image_size} pixels; set it to {image_size}, or resize them by "
+                "InternVL's vision_model.resize_pos_embeddings, and image_size of vision_config"
             )
         tiles = self.max_dynamic_patch if self.dynamic_image_size else 1
         return TilingConfig(

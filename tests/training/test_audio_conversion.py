@@ -15,7 +15,7 @@ from transformers import WhisperConfig, WhisperForConditionalGeneration
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from megatron.vlm.checkpoint.save_load import load_weights
-from megatron.vlm.conversion.tensor_map import audio_parameters, whisper_tensors
+from megatron.vlm.conversion.tensor_map import encoder_parameters, whisper_tensors
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.step.train import build_trainer
@@ -91,7 +91,8 @@ def run_transformers(links, whisper):
 
 def whisper_parameters(model):
     """Return Whisper's parameters, each with the released tensors it is made of."""
-    pairs = ((each, whisper_tensors(each, model.audio, "")) for each in audio_parameters(model))
+    every = encoder_parameters(model, "audio")
+    pairs = ((each, whisper_tensors(each, model.audio, "")) for each in every)
     return [(parameter, made_of) for parameter, made_of in pairs if made_of is not None]
 
 
@@ -154,7 +155,7 @@ def test_what_no_checkpoint_has_is_drawn_and_the_tokenizer_gets_its_words(folder
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "wav2vec2"}, "must be Whisper's"),
+        ({"model_type": "wav2vec2"}, "model_type must be 'whisper'"),
         ({"encoder_layers": 4}, "lacks model.encoder.layers.3"),
         ({"encoder_layers": 2}, "has model.encoder.layers.2"),
         ({"encoder_ffn_dim": 44}, "disagree: model.encoder.layers.0.fc1"),

@@ -346,19 +346,19 @@ BAD = {
         "truncated-header": (lambda at: cut_short(shard(at), 100), "truncated or broken"),
         "empty-shard": (lambda at: cut_short(shard(at), 0), "truncated or broken"),
         "missing-shard": (lambda at: shard(at).unlink(), "no such file, but the index"),
-        "not-in-index": (edit_index(lambda at: at.pop(NORM)), f"does not name {NORM}"),
+        "not-in-index": (edit_index(lambda at: at.pop(NORM)), f"{NORM} are in other files"),
         "not-in-file": (
             edit_index(lambda at: at.update(extra=min(at.values()))),
-            "extra is not in",
+            "extra are in other files",
         ),
         "in-another-file": (
             edit_index(lambda at: at.update({NORM: min(at.values())})),
-            f"{NORM} is not in",
+            f"{NORM} are in other files",
         ),
         "in-two-files": (duplicate_tensors, "is in both"),
         "outside": (
             edit_index(lambda at: at.update({NORM: "../there/" + at[NORM]})),
-            f"has {NORM} in '../there/model-",
+            "names '../there/model-",
         ),
         "index-not-json": (lambda at: cut_short(at / INDEX, 50), "fetch it again"),
         "lacks-a-tensor": (edit_tensors(lambda at: at.pop(NORM)), f"lacks {NORM}"),

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoin
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.vlm.checkpoint.run_folders import CHECKSUMS_FILE, check_checksums, list_complete_steps
+from megatron.vlm.checkpoint.run_folders import check_checksums, list_complete_steps
 from omnibal.base.errors import UserError
 from omnibal.job.plan import DataPlan
 from omnibal.job.runlog import TRACKER_FILE, checkpoint_path
@@ -56,7 +56,6 @@ def identity_state(
     """Return the entry "omnibal" of a checkpoint's common state."""
     adapter_entry = {} if adapters is None else {"adapters": adapters.model_dump(mode="json")}
     return adapter_entry | {
-        "checksums": CHECKSUMS_FILE,
         "model": model.model_dump(mode="json"),
         "steps_sha256": None if data is None else data.steps_sha256,
         "steps": None if data is None else data.steps,
@@ -110,17 +109,14 @@ def _open_step(directory: Path, step: int, rank: int, ranks: int) -> CheckpointI
                 f"{path}: is a checkpoint of another program; load one saved by pretrain_vlm.py"
             )
         identity = common["omnibal"]
-        # Earlier versions saved no checksums.
-        if "checksums" in identity or (path / CHECKSUMS_FILE).exists():
-            check_checksums(path, rank, ranks)
+        check_checksums(path, rank, ranks)
         adapters = identity.get("adapters")
         return CheckpointIdentity(
             path=path,
             step=step,
-            # Fields newer than the checkpoint get their defaults.
             model=ModelConfig.model_validate(identity["model"]),
             steps_sha256=identity["steps_sha256"],
-            steps=identity.get("steps"),
+            steps=identity["steps"],
             options=identity["options"],
             common=common,
             adapters=adapters if adapters is None else AdapterConfig.model_validate(adapters),

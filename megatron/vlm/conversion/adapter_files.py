@@ -60,6 +60,7 @@ _WITHOUT_EFFECT = {
 class AdaptedPiece:
     """A pair of A and B, and the linear that they adapt."""
 
+    part: str  # part of the model
     base: Parameter  # weight of the linear
     linear: Linear
     piece: Piece  # part of the linear that the pair adapts
@@ -76,6 +77,7 @@ def list_adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator
             for make, piece in product(_list_constructors(model, kind), linear.adapted_pieces):
                 name = f"adapters.{piece.name}"
                 yield AdaptedPiece(
+                    part=kind.part,
                     base=make(f"{linear.module}.weight", (outputs, piece.inputs)),
                     linear=linear,
                     piece=piece,
@@ -319,14 +321,6 @@ def _infer_adapters(
             f"{folder / WEIGHTS_FILE}: has no tensor of a linear of {model.name}; give adapters "
             "of that model"
         )
-    names = {own.piece.piece.name for own in modules}
-    owners = {own.piece.base.key.partition(".")[0] for own in modules}
-    parts = tuple(
-        kind.part
-        for kind in unit_kinds(model)
-        if (kind.is_layer or kind.is_projector)
-        and ("projector" if kind.is_projector else kind.tower) in owners
-    )
-    return everywhere.model_copy(
-        update={"targets": tuple(sorted(names)), "parts": tuple(dict.fromkeys(parts))}
-    )
+    targets = sorted({own.piece.piece.name for own in modules})
+    parts = dict.fromkeys(own.piece.part for own in modules)
+    return everywhere.model_copy(update={"targets": tuple(targets), "parts": tuple(parts)})

@@ -62,33 +62,28 @@ class ReleasedFiles:
         is_single = (directory / single_file).is_file()
         self.unread = INDEX_FILE if is_single and index.is_file() else None
         """Index that is ignored, if any: Transformers prefers a single file too."""
-        if index.is_file() and not is_single:
-            listed = read_json_model(_TensorIndex, index, "fetch it again")
-            self.index = listed.model_dump(exclude_unset=True)
-            for name, file in listed.weight_map.items():
-                if Path(file).name != file:
-                    raise UserError(
-                        f"{index}: has {name} in {file!r}; files must be in the index's folder: "
-                        "fetch the index again"
-                    )
-            tensors = self._headers(sorted(set(listed.weight_map.values())))
-            unlisted = sorted(tensors.keys() - listed.weight_map.keys())
-            if unlisted:
-                names = shorten_list(unlisted)
-                raise UserError(
-                    f"{index}: does not name {names}, which the files hold; fetch it again"
-                )
-            for name, file in listed.weight_map.items():
-                if name not in tensors or tensors[name].file != file:
-                    raise UserError(f"{index}: {name} is not in {file}; fetch both again")
-        else:
-            if not is_single:
-                raise UserError(
-                    f"{directory}: holds neither {INDEX_FILE} nor {single_file}; only safetensors "
-                    "are read: save pickled weights again with `save_pretrained`"
-                )
-            tensors = self._headers([single_file])
-        self.tensors: Mapping[str, TensorInfo] = tensors
+        if not (is_single or index.is_file()):
+            raise UserError(
+                f"{directory}: holds neither {INDEX_FILE} nor {single_file}; only safetensors "
+                "are read: save pickled weights again with `save_pretrained`"
+            )
+        self.tensors: Mapping[str, TensorInfo]
+        if is_single:
+            self.tensors = self._headers([single_file])
+            return
+        listed = read_json_model(_TensorIndex, index, "fetch it again")
+        self.index, file_of = listed.model_dump(exclude_unset=True), listed.weight_map
+        files = sorted(set(file_of.values()))
+        outside = [file for file in files if Path(file).name != file]
+        if outside:
+            raise UserError(
+                f"{index}: names {outside[0]!r}; files must be in its folder: fetch it again"
+            )
+        self.tensors = self._headers(files)
+        found = {name: info.file for name, info in self.tensors.items()}
+        if found != file_of:
+            wrong = sorted({name for name, _ in found.items() ^ file_of.items()})
+            raise UserError(f"{index}: {shorten_list(wrong)} are in other files; fetch both again")
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, memory-mapped. UserError if its file is broken."""

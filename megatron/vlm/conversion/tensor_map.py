@@ -30,7 +30,13 @@ from megatron.vlm.model.embeddings import IMAGE_CHANNELS
 from omnibal.base.files import read_toml_model
 from omnibal.families.text import LanguageType
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
+from omnibal.model.encoders import (
+    ClipsEncoder,
+    Encoder,
+    EncoderLayers,
+    ImagesEncoder,
+    TilesEncoder,
+)
 from omnibal.model.layer_kinds import LayerKind, LinearAttention
 
 Shape = tuple[int, ...]
@@ -300,12 +306,8 @@ _NamedShapes = Iterable[tuple[str, Shape]]  # keys and shapes of parameters
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Yield the full model's parameters, in forward order, without a tied head."""
     language, width = model.language, model.language.hidden_size
-    if model.takes_images:
-        yield from _tile_parameters(model.vision, width)
-    if model.images is not None:
-        yield from _image_parameters(model.images, width)
-    if model.takes_audio:
-        yield from audio_parameters(model)
+    for name in model.encoders:
+        yield from encoder_parameters(model, name)
     yield Parameter(key=_WORD_TABLE, shape=(language.vocab_size, width))
     for number, kind in enumerate(language.kinds):
         for name, shape in _language_shapes(language, kind):
@@ -337,40 +339,36 @@ def layer_parameter(
     return Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=number, layers=layers)
 
 
-def _tile_parameters(tower: TilesEncoder, width: int) -> Iterator[Parameter]:
-    own, cell = tower.hidden_size, tower.projector_input_size
-    patch_values = IMAGE_CHANNELS * tower.patch_size**2
-    yield from _make(_linear("vision_embedding.patch_projection", own, patch_values))
-    yield Parameter(key="vision_embedding.class_token", shape=(own,))
-    yield Parameter(key="vision_embedding.positions", shape=(tower.positions_per_item, own))
-    yield from _make_layers("vision", tower.layers, _encoder_shapes(tower))
-    yield from _make(_projector_shapes("projector", cell, cell, width, width))
-
-
-def _image_parameters(tower: ImagesEncoder, width: int) -> Iterator[Parameter]:
-    own, cell = tower.hidden_size, tower.projector_input_size
-    inner, bias = tower.projector_hidden_size or cell, tower.normalization == "LayerNorm"
-    patches = "vision_embedding.patch_projection"
-    yield from _make(_linear(patches, own, tower.values_per_patch, bias=tower.patch_bias))
-    if tower.learned_positions:
-        yield Parameter(key="vision_embedding.positions", shape=(tower.learned_positions, own))
-    yield from _make_layers("vision", tower.layers, _encoder_shapes(tower))
-    yield from _make(_projector_shapes("projector", own, cell, inner, width, bias=bias))
-    for place in range(len(tower.deepstack_layers)):
+def encoder_parameters(model: ModelConfig, name: str) -> Iterator[Parameter]:
+    """Yield the parameters of an encoder and its projectors."""
+    tower, width = model.encoders[name], model.language.hidden_size
+    cell, is_of_tiles = tower.projector_input_size, isinstance(tower, TilesEncoder)
+    normed = cell if is_of_tiles else tower.hidden_size
+    inner = (tower.projector_hidden_size or cell) if isinstance(tower, ImagesEncoder) else width
+    bias = is_of_tiles or tower.normalization == "LayerNorm"
+    yield from _make(_embedding_shapes(f"{name}_embedding", tower))
+    yield from _make_layers(name, tower.layers, _encoder_shapes(tower))
+    projector = "projector" if name == "vision" else f"{name}_projector"
+    yield from _make(_projector_shapes(projector, normed, cell, inner, width, bias=bias))
+    for place in range(tower.deepstack_features):
         # Unlike the projector's, the norm is over a folded cell.
-        name = f"{_DEEPSTACK_KEY}.{place}"
-        yield from _make(_projector_shapes(name, cell, cell, inner, width, bias=bias))
+        deepstack = f"{_DEEPSTACK_KEY}.{place}"
+        yield from _make(_projector_shapes(deepstack, cell, cell, inner, width, bias=bias))
 
 
-def audio_parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Yield the parameters of the audio encoder and its projector."""
-    audio, own, width = model.audio, model.audio.hidden_size, model.language.hidden_size
-    bias = audio.normalization == "LayerNorm"
-    yield from _make(_linear("audio_embedding.conv1", own, audio.mel_bins, _CONV_WIDTH))
-    yield from _make(_linear("audio_embedding.conv2", own, own, _CONV_WIDTH))
-    yield from _make_layers("audio", audio.layers, _encoder_shapes(audio))
-    cell = audio.projector_input_size
-    yield from _make(_projector_shapes("audio_projector", own, cell, width, width, bias=bias))
+def _embedding_shapes(name: str, tower: Encoder) -> _NamedShapes:
+    width, patches = tower.hidden_size, f"{name}.patch_projection"
+    if isinstance(tower, ClipsEncoder):
+        yield from _linear(f"{name}.conv1", width, tower.mel_bins, _CONV_WIDTH)
+        yield from _linear(f"{name}.conv2", width, width, _CONV_WIDTH)
+    elif isinstance(tower, TilesEncoder):
+        yield from _linear(patches, width, IMAGE_CHANNELS * tower.patch_size**2)
+        yield f"{name}.class_token", (width,)
+        yield f"{name}.positions", (tower.positions_per_item, width)
+    else:
+        yield from _linear(patches, width, tower.values_per_patch, bias=tower.patch_bias)
+        if tower.learned_positions:
+            yield f"{name}.positions", (tower.learned_positions, width)
 
 
 def _projector_shapes(

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import PositiveInt
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, differences
 from megatron.vlm.conversion.importing import Addition, ReleasedCheckpoint
@@ -25,17 +24,18 @@ from megatron.vlm.conversion.tensor_map import (
     Parameter,
     Shape,
     Sources,
-    audio_parameters,
     embedding_parameter,
+    encoder_parameters,
     parameters,
     whisper_tensors,
 )
 from megatron.vlm.model.embeddings import sinusoids
 from megatron.vlm.model.initialize import initial_values
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic_directory, check_room, one_line_error, read_json_model
+from omnibal.base.files import atomic_directory, check_room
 from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START
-from omnibal.families.folder import CONFIG_FILE
+from omnibal.families.folder import CONFIG_FILE, config_errors, read_config_file
+from omnibal.families.hub_table import HubTable, as_table
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder
 
@@ -43,21 +43,18 @@ _MODEL_TYPE = "whisper"
 _POSITIONS = "embed_positions.weight"
 # Of WhisperForConditionalGeneration, WhisperModel and WhisperEncoder.
 _PREFIXES = ("model.encoder.", "encoder.", "")
-_NORM_EPS = 1e-5  # torch's default, which Whisper's config does not state
 _WEIGHT_SUFFIX = ".safetensors"
 
 
-class _WhisperConfig(BaseModel):
+class WhisperTable(HubTable):
     """Entries of Whisper's config.json that its encoder uses."""
 
-    model_type: str = ""
     d_model: PositiveInt
     encoder_layers: PositiveInt
     encoder_attention_heads: PositiveInt
     encoder_ffn_dim: PositiveInt
     num_mel_bins: PositiveInt
     max_source_positions: PositiveInt
-    activation_function: str = "gelu"
 
 
 def is_whisper(directory: Path) -> bool:
@@ -65,8 +62,7 @@ def is_whisper(directory: Path) -> bool:
     path = directory / CONFIG_FILE
     if not path.is_file():
         return False
-    given = read_json_model(dict[str, Any], path, "fetch it again")
-    return given.get("model_type") == _MODEL_TYPE
+    return read_config_file(path).get("model_type") == _MODEL_TYPE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,36 +91,19 @@ def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) ->
 
 
 def _read_encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
-    config = read_json_model(_WhisperConfig, path, "it must be a Whisper checkpoint's")
-    if config.model_type != _MODEL_TYPE or config.activation_function != "gelu":
-        raise UserError(
-            f"{path}: has model_type {config.model_type!r} and activation_function "
-            f"{config.activation_function!r}; both must be Whisper's, {_MODEL_TYPE!r} and 'gelu'"
-        )
-    try:
-        return ClipsEncoder(
-            layers=config.encoder_layers,
-            hidden_size=config.d_model,
-            heads=config.encoder_attention_heads,
-            ffn_hidden_size=config.encoder_ffn_dim,
-            normalization="LayerNorm",
-            norm_eps=_NORM_EPS,
-            qkv_bias=True,
-            qk_norm=False,
-            frames=2 * config.max_source_positions,
-            mel_bins=config.num_mel_bins,
-            positions_per_token=positions_per_token,
-        )
-    except ValidationError as error:
-        remedy = "give other --positions-per-token, or another Whisper"
-        raise one_line_error(error, str(path), remedy) from error
+    if not is_whisper(path.parent):
+        raise UserError(f"{path}: model_type must be {_MODEL_TYPE!r}; give a Whisper checkpoint")
+    with config_errors(path):
+        table = as_table(WhisperTable, read_config_file(path), str(path), lenient=True)
+        frames = 2 * table.max_source_positions
+        return ClipsEncoder(**table.parts, frames=frames, positions_per_token=positions_per_token)
 
 
 def _check_encoder_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
-    every_source = map(audio.find_sources, audio_parameters(_add_encoder(model, audio.encoder)))
+    own = encoder_parameters(_add_encoder(model, audio.encoder), "audio")
     expected = {
         name: ("the encoder's tensors", shape)
-        for sources in every_source
+        for sources in map(audio.find_sources, own)
         if sources is not None
         for name, shape in zip(sources.names, sources.shapes, strict=True)
     }
@@ -191,7 +170,7 @@ def _list_audio_additions(
         return torch.cat([released.read_parameter(old), new_WE])
 
     default = released.dtype(embedding_parameter(model))
-    for parameter in audio_parameters(model):
+    for parameter in encoder_parameters(model, "audio"):
         sources, dtype = audio.find_sources(parameter), default
         read = partial(draw, parameter.name, parameter.shape, default)
         if sources is not None:
@@ -220,7 +199,7 @@ def export_audio(
     """Write a copy of `like`, decoder included, with the stored encoder; report bytes by file."""
     weights, tensors = StoredWeights(stored.path), like.files.tensors
     origins: dict[str, tuple[Parameter, Sources, int]] = {}
-    for parameter in audio_parameters(stored.model):
+    for parameter in encoder_parameters(stored.model, "audio"):
         sources = like.find_sources(parameter)
         if sources is not None:
             origins |= {name: (parameter, sources, i) for i, name in enumerate(sources.names)}
