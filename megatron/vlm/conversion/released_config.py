@@ -119,8 +119,8 @@ def _differences_when_read(model: ModelConfig, layout: TensorLayout) -> list[str
             return [str(error).replace(f"{folder}/", "")]
     own = model.with_tower(LANGUAGE, runs=runs_of(model.language.kinds))
     place = f"in layout {layout}"
-    rates = ({"positions_per_second": _position_rate(each)} for each in (model, again))
-    return architecture_differences(own, again, place) + differences(*rates, place)
+    there, here = ({"positions_per_second": _position_rate(each)} for each in (model, again))
+    return architecture_differences(own, again, place) + differences(there, here, place)
 
 
 def _position_rate(model: ModelConfig) -> float | None:

@@ -500,8 +500,8 @@ def _arrange(
         heads = model.encoders[tower].heads
         return query_key_value(shape[0], heads, heads, is_fused=count == 1)
     if own.startswith("self_attention.linear_qkv") and layout.language != "internlm2":
-        heads, is_gated = (language.heads, language.kv_heads), language.output_gate
-        return query_key_value(shape[0], *heads, is_fused=False, is_gated=is_gated)
+        heads, kv_heads, gate = language.heads, language.kv_heads, language.output_gate
+        return query_key_value(shape[0], heads, kv_heads, is_fused=False, is_gated=gate)
     if own in ("self_attention.in_proj.weight", "self_attention.conv_weight"):
         linear = next(kind.linear for kind in model.language.kinds if kind.linear is not None)
         return delta_rows(linear)["conv" in own]
