@@ -467,17 +467,18 @@ def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> S
     """Return an audio parameter's tensors in Whisper, or None for the projector's linears."""
     tower, own = parameter.own_name
     modules, heads = _read_tower_names()["whisper"], audio.heads
-    released = _expand_names(modules.layer if tower else modules.outside, own, parameter.shape)
-    if not released:
+    names = modules.layer if tower else modules.outside
+    if own.rpartition(".")[0] not in names:
         return None
+    released = _expand_names(names, own, parameter.shape)
     layer = f"{modules.path}.{parameter.layer}." if tower else ""
     arrangement: Arrangement = Parts(parameter.shape)
     if len(released) > 1:
         rows, has_keys = parameter.shape[0], len(released) == 3
         qkv = query_key_value(rows, heads, heads, is_fused=False)
         arrangement = qkv if has_keys else QueryValueBias(heads)
-    names = tuple(f"{prefix}{layer}{name}" for name in released)
-    return Sources(names=names, own=parameter.shape, arrangement=arrangement)
+    full = tuple(f"{prefix}{layer}{name}" for name in released)
+    return Sources(names=full, own=parameter.shape, arrangement=arrangement)
 
 
 def head_name(layout: TensorLayout) -> str:
@@ -523,12 +524,12 @@ def _arrange(
 
 
 def _expand_names(names: _ModuleNames, own: str, shape: Shape) -> list[str]:
-    """Return the released names of tensor `own` of a layer or of none, empty if it has none.
+    """Return the released names of tensor `own` of a layer, or of a tensor outside of layers.
 
     A name with `*`, which is an expert's number, is repeated for all of `shape[0]` experts.
     """
     module, _, part = (own, "", "") if own in names else own.rpartition(".")
-    entry = names.get(module, ())
+    entry = names[module]
     modules = [entry] if isinstance(entry, str) else entry
     numbers = range(shape[0]) if any("*" in name for name in modules) else ("",)
     end = f".{part}" if part else ""
@@ -550,9 +551,10 @@ def _released_names(parameter: Parameter, layout: TensorLayout) -> tuple[str, ..
         prefix, names = f"{side.path}.{number}.", side.layer
     if layout.storage_of(tower) != "apart":
         names = names | towers["stacked"].layer
-    released = [prefix + name for name in _expand_names(names, own, parameter.shape)]
     if own.startswith(_DEEPSTACK_KEY):  # numbered, and otherwise named like the projector
         released = [own.replace(_DEEPSTACK_KEY, _MERGERS, 1)]
+    else:
+        released = [prefix + name for name in _expand_names(names, own, parameter.shape)]
     # tensor_names.toml has the root of InternVL's own layout, and no root of prediction layers.
     if layout.root == "language_model.model" or released[0].startswith(PREDICTION_PREFIX):
         return tuple(released)
