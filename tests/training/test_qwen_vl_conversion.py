@@ -242,7 +242,11 @@ def checkpoint(source) -> CheckpointIdentity:
         ({"norm_eps": 1e-5}, TensorLayout.QWEN3_VL, r"norm_eps is 1e-05 there and 1e-06 in layout"),
         ({"gated": True}, TensorLayout.QWEN3_VL, "gated is True there and False in"),
         ({"learned_positions": 0}, TensorLayout.QWEN3_VL, "is no model of layout qwen3-vl: "),
-        ({"positions_per_second": 3.0}, TensorLayout.QWEN3_VL, "per_second is 3.0 and None"),
+        (
+            {"positions_per_second": 3.0},
+            TensorLayout.QWEN3_VL,
+            "tokens_per_second is not understood",
+        ),
     ],
 )
 def test_a_model_that_a_layout_has_not_is_not_exported(checkpoint, changes, layout, message):
