@@ -377,7 +377,7 @@ BAD = {
         "other-width": (edit_config(vision_config__hidden_size=48), "config.json and the tensors"),
         "other-image-size": (
             edit_config(force_image_size=32),
-            "set it to 16 there to train on such tiles",
+            "set it to 16, or resize them",
         ),
         "other-encoder-size": (
             edit_config(force_image_size=None, vision_config__image_size=32),
@@ -540,7 +540,7 @@ def places(good, good_run, tmp_path_factory) -> dict[str, Path]:
             "export {run} --like {other}",
             "vision.normalization is RMSNorm there and LayerNorm in {other}/config.json",
         ),
-        ("export {run} --layout internvl-qwen2", "qkv_bias false"),
+        ("export {run} --layout internvl-qwen2", "qkv_bias is False there"),
         ("export {biased} --layout internvl-internlm2", "qkv_bias is True there"),
         ("export {biased} --layout internvl-llama", "qkv_bias is True there"),
     ],
