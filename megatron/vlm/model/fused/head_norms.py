@@ -54,7 +54,7 @@ def _norms(
     if sums_2SB is None:
         sums_2SB = _sum_squares(qkv_SBN3D)
     given = (qkv_SBN3D, query_weight_W, key_weight_W, sums_2SB, width, eps)
-    return *_normalize(*given), sums_2SB
+    return *_normalize(*given), sums_2SB.clone()  # plans count it as kept by this operation
 
 
 def _outputs(qkv_SBN3D: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
