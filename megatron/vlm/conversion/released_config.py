@@ -6,9 +6,10 @@ LlamaConfig, Qwen2Config, Qwen3Config and Qwen3MoeConfig, and Qwen3.5's with and
 Unsupported settings raise an error.
 """
 
-import tempfile
+import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from megatron.vlm.checkpoint.identity import architecture_differences, differences
 from megatron.vlm.conversion.config_files import configurations
@@ -35,13 +36,18 @@ _PREFIXED_TOWERS = ("model.vision_tower.", "model.visual.")
 def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, TensorLayout]:
     """Return a released model and its layout, given its folder and its tensors' names."""
     path = directory / CONFIG_FILE
-    given = read_config_file(path)
+    return _read_table(read_config_file(path), path, names)
+
+
+def _read_table(
+    given: dict[str, Any], path: Path, names: Collection[str]
+) -> tuple[ModelConfig, TensorLayout]:
     if is_quantized(given):
         raise UserError(
             f"{path}: has a quantization_config; weights must be unquantized: give a release in "
             "floating point"
         )
-    name, stated = model_name(directory), str(given.get("model_type"))
+    name, stated = model_name(path.parent), str(given.get("model_type"))
     with config_errors(path):
         if is_internvl(given):
             kind = internvl_language(given) if is_original(given) else None
@@ -110,13 +116,12 @@ def check_exportable(model: ModelConfig, layout: TensorLayout) -> None:
 def _differences_when_read(model: ModelConfig, layout: TensorLayout) -> list[str]:
     """Return how a model differs that is read from the configurations that an export writes."""
     has_head = layout.is_original or not model.language.tied_head
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in configurations(model, layout, "float32", None).items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
-        try:
-            again, _ = read_config(Path(folder), [head_name(layout)] if has_head else [])
-        except UserError as error:
-            return [str(error).replace(f"{folder}/", "")]
+    given = json.loads(configurations(model, layout, "float32", None)[CONFIG_FILE])
+    path = Path(f"layout {layout}", CONFIG_FILE)  # no such folder, so no processor's file is read
+    try:
+        again, _ = _read_table(given, path, [head_name(layout)] if has_head else [])
+    except UserError as error:
+        return [str(error)]
     own = model.with_tower(LANGUAGE, runs=runs_of(model.language.kinds))
     place = f"in layout {layout}"
     there, here = ({"positions_per_second": _position_rate(each)} for each in (model, again))
