@@ -33,10 +33,12 @@ from data_cases import (
     make_turns,
 )
 from PIL import Image
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron.vlm.inputs.augment import Purpose, jpeg_qualities, tile_keys
 from megatron.vlm.inputs.batch import MicroBatchShape
 from megatron.vlm.inputs.data import LossWeighting, MicroBatchOptions, PackDataset, load_batches
+from megatron.vlm.inputs.read_ahead import _begin_worker
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
 from omnibal.base.errors import UserError
@@ -243,14 +245,26 @@ def test_other_mistakes_are_not_forgiven(pictures):
 
 
 LIMIT_S = 300
+TORCH_S = 20.0
+"""Seconds until torch's own check for dead workers."""
 
 
 def many_packs(data: Data) -> PackDataset:
     return data.dataset([[k % len(data.lengths)] for k in range(60)])
 
 
-def test_killed_worker_is_named_at_once(data):
+def test_killed_worker_is_named_at_once(data, monkeypatch):
     """Prevents a run that hangs after the system kills a worker."""
+    noticed_by_torch, look = [], _MultiProcessingDataLoaderIter._try_get_data
+
+    def late_look(loader):
+        try:
+            return look(loader, TORCH_S)
+        except RuntimeError as error:
+            noticed_by_torch.append(error)
+            raise
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", late_look)
     others = set(multiprocessing.active_children())  # of an earlier test, still ending
     batches = load_batches(many_packs(data), 2, CPU)
     next(batches)
@@ -259,6 +273,7 @@ def test_killed_worker_is_named_at_once(data):
     workers[0].kill()
     with pytest.raises(UserError, match=f"{workers[0].pid} was ended from outside .SIGKILL"):
         list(batches)
+    assert not noticed_by_torch
 
 
 def test_workers_leave_signals_to_the_trainer(data):
@@ -284,7 +299,7 @@ def test_closed_batches_leave_no_worker(data):
     batches.close()
     for worker in workers:
         worker.join(LIMIT_S)
-        assert not worker.is_alive()
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
 
 def test_workers_end_with_a_killed_trainer(data):
@@ -310,6 +325,19 @@ def test_workers_end_with_a_killed_trainer(data):
     readable, _, _ = select.select([alive], [], [], LIMIT_S)
     os.close(alive)
     assert readable
+
+
+def test_worker_without_its_trainer_ends():
+    """Prevents a hanging worker if its trainer ended before the worker began."""
+
+    def begin_orphaned() -> None:
+        _begin_worker(os.getpid(), 0)  # any process but the parent
+        time.sleep(2 * LIMIT_S)
+
+    process = multiprocessing.get_context("fork").Process(target=begin_orphaned)
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 1
 
 
 FAILING_PROGRAM = """

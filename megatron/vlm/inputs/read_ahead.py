@@ -1,11 +1,11 @@
 """Ordered read-ahead of a dataset by worker processes that never outlive the rank.
 
-A thread requests items from the workers in turn, and always prepares the next item. Workers are
-forked with signals blocked, so that none arrives between fork and start. If the trainer is killed,
-the worker forked last, of which no other process holds the trainer's end of the connection, ends
-first, and then the others.
+Torch's DataLoader runs in a thread: there it installs no SIGCHLD handler, which would raise in the
+main thread when a worker dies. The thread blocks signals, which workers inherit, so none arrives
+between fork and start. It always fetches and prepares the next item ahead.
 """
 
+import functools
 import io
 import multiprocessing
 import os
@@ -13,52 +13,51 @@ import pickle
 import queue
 import signal
 import threading
+import time
+import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
 from omnibal.base.errors import UserError
-from omnibal.base.worker_pool import Failure, outcome
 
 _PREFETCH = 4  # items per worker
-_POLL_S = 0.5  # between checks for an iterator that is no longer read
+_WORKER_POLL_S = 0.5  # between checks for dead workers
+_EXIT_POLL_S = 0.005  # between checks for a dead worker's exit code
+_MAX_PIPED_BYTES = 1 << 20  # larger items go through shared memory instead of the pipe
 _TENSOR_ALIGNMENT = 64  # bytes; as torch's CPU allocator
 _NICE = 10  # niceness of workers, to compute only on cores that the ranks leave idle
 # Signals that schedulers send to all processes. Only the trainer obeys, and ends its workers.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
-Items = Generator[Any, None, None]
 
-
-def read_ahead(dataset: Any, num_workers: int, prepare: Callable[[Any], Any]) -> Items:
+def read_ahead(
+    dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
+) -> Generator[Any, None, None]:
     """Yield every prepared item in order, or raise; close the iterator to end the workers.
 
     Args:
-        dataset: items by number, with a length.
         num_workers: number of loader processes; 0 reads in a thread.
         prepare: function applied to each item in the reading thread.
     """
-    ready, closed = queue.Queue[Any](maxsize=1), threading.Event()
-    allowed = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    reader = _ReadAhead(dataset, num_workers, prepare)
+    reader.start()
     try:
-        workers = [_Worker.start(dataset) for _ in range(num_workers)]
-        items = _receive_items(workers, len(dataset)) if workers else _read_items(dataset)
-        threading.Thread(target=_hand_over, args=(items, prepare, ready, closed)).start()
+        while True:
+            event = reader.next_event()
+            if not isinstance(event, _End):
+                yield event
+            elif event.error is not None:
+                raise event.error
+            else:
+                return
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, allowed)
-    try:
-        while not isinstance(event := ready.get(), _End):
-            yield event
-        if event.error is not None:
-            raise event.error
-    finally:
-        closed.set()
+        reader.closed.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,91 +65,112 @@ class _End:
     error: BaseException | None
 
 
-def _hand_over(
-    items: Items, prepare: Callable[[Any], Any], ready: queue.Queue[Any], closed: threading.Event
-) -> None:
-    """Put prepared items in a queue of one, then an `_End`, until `closed` is set."""
+class _ReadAhead:
+    """Thread that owns the DataLoader and hands over its items through a queue of one."""
 
-    def put(event: Any) -> bool:
+    def __init__(
+        self, dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
+    ) -> None:
+        self.closed = threading.Event()
+        self._loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=_PREFETCH if num_workers else None,
+            collate_fn=pack_parcel if num_workers else lambda item: item,
+            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+        )
+        self._prepare = prepare
+        self._unpack = unpack_parcel if num_workers else lambda item: item
+        self._workers: list[BaseProcess] = []
+        self._started = threading.Event()
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
+
+    def start(self) -> None:
+        """Start the thread; return when it has forked all workers."""
+        threading.Thread(target=self._run).start()
+        # A fork copies locks: no other thread of this process may hold one meanwhile.
+        self._started.wait()
+
+    def next_event(self) -> Any:
+        while True:
+            try:
+                return self._ready.get(timeout=_WORKER_POLL_S)
+            except queue.Empty:
+                killed = self._find_killed_worker(patience_s=0)
+                if killed is not None:
+                    raise _worker_error(killed) from None
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            self._put_all()  # a frame of its own, as its iterator ends the workers when freed
+            self._hand_over(_End(None))
+        except BaseException as error:
+            self._started.set()
+            frames = error.__traceback__
+            # A killed worker first shows as a partly sent item.
+            killed = self._find_killed_worker(patience_s=_WORKER_POLL_S)
+            self._hand_over(_End(error if killed is None else _worker_error(killed)))
+            traceback.clear_frames(frames)  # frees the iterator
+        for worker in self._workers:
+            worker.kill()  # if it still runs: a program waits for its children at exit
+
+    def _put_all(self) -> None:
+        others = set(multiprocessing.active_children())
+        items = iter(self._loader)
+        self._workers += set(multiprocessing.active_children()) - others
+        self._started.set()
+        for item in items:
+            self._hand_over(self._prepare(self._unpack(item)))
+            if self._is_abandoned():
+                return
+
+    def _find_killed_worker(self, patience_s: float) -> BaseProcess | None:
+        """Return a worker that ended with an error, now or within `patience_s`, or None."""
+        sentinels = wait([worker.sentinel for worker in self._workers], patience_s)
+        for worker in self._workers:
+            if worker.sentinel in sentinels and _wait_for_exit_code(worker):
+                return worker
+        return None
+
+    def _hand_over(self, event: Any) -> None:
+        while not self._is_abandoned():
+            try:
+                self._ready.put(event, timeout=_WORKER_POLL_S)
+                return
+            except queue.Full:
+                pass
+
+    def _is_abandoned(self) -> bool:
         # After an exception the interpreter waits for this thread before it ends: stop then, while
         # workers can still be stopped.
-        while not closed.is_set() and threading.main_thread().is_alive():
-            with suppress(queue.Full):
-                ready.put(event, timeout=_POLL_S)
-                return True
-        return False
-
-    end = _End(None)
-    try:
-        with closing(items):
-            for item in items:
-                if not put(prepare(item)):
-                    return
-    except BaseException as error:
-        end = _End(error)
-    put(end)
+        return self.closed.is_set() or not threading.main_thread().is_alive()
 
 
-def _read_items(dataset: Any) -> Items:
-    for number in range(len(dataset)):
-        yield dataset[number]
+def _begin_worker(trainer: int, worker: int) -> None:
+    def end_with_trainer() -> None:
+        # Torch's own watch misses a trainer killed before the watch starts.
+        while os.getppid() == trainer:
+            time.sleep(_WORKER_POLL_S)
+        os._exit(1)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Worker:
-    """A process that sends the items whose numbers it receives."""
-
-    process: BaseProcess
-    connection: Connection
-
-    @classmethod
-    def start(cls, dataset: Any) -> "_Worker":
-        context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_send_items, args=(dataset, theirs, ours))
-        process.start()
-        theirs.close()
-        return cls(process, ours)
-
-
-def _send_items(dataset: Any, connection: Connection, trainers_end: Connection) -> None:
-    trainers_end.close()
     os.nice(_NICE)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    with suppress(EOFError, ConnectionError):  # the trainer has ended
-        while True:
-            connection.send(outcome(lambda item: pack_parcel(dataset[item]), connection.recv()))
+    threading.Thread(target=end_with_trainer, daemon=True).start()
 
 
-def _receive_items(workers: Sequence[_Worker], count: int) -> Items:
-    """Yield items 0 to `count` - 1; the end of the iterator ends the workers."""
-    ahead = _PREFETCH * len(workers)
-    try:
-        for number in range(-ahead, count):
-            worker = workers[number % len(workers)]
-            answer: Any = None
-            try:
-                if number >= 0:
-                    answer = worker.connection.recv()
-                if number + ahead < count:
-                    worker.connection.send(number + ahead)
-            except (EOFError, ConnectionError):
-                raise _exit_error(worker.process) from None
-            if isinstance(answer, Failure):
-                raise answer.error
-            if number >= 0:
-                yield unpack_parcel(answer)
-    finally:
-        for worker in workers:
-            worker.process.kill()
-            worker.process.join()
-            worker.connection.close()
+def _wait_for_exit_code(worker: BaseProcess) -> int | None:
+    """Return a worker's exit code, or None if it is not known in time."""
+    deadline = time.monotonic() + _WORKER_POLL_S
+    # Loader threads wait for it too, and the system reports it to one thread only.
+    while worker.exitcode is None and time.monotonic() < deadline:
+        time.sleep(_EXIT_POLL_S)
+    return worker.exitcode
 
 
-def _exit_error(worker: BaseProcess) -> UserError:
-    worker.join()
+def _worker_error(worker: BaseProcess) -> UserError:
     code = worker.exitcode or 0
     cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
     return UserError(
@@ -169,7 +189,7 @@ class Parcel:
 
     pickled: bytes  # the pickled item without tensor contents
     sizes: tuple[int, ...]  # bytes of each tensor
-    content: torch.Tensor  # padded bytes of all tensors, in memory shared with the trainer
+    content: bytearray | torch.Tensor  # padded bytes of all tensors; a tensor if in shared memory
 
 
 def pack_parcel(item: Any) -> Parcel:
@@ -179,18 +199,20 @@ def pack_parcel(item: Any) -> Parcel:
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(item)
     parts = [buffer.raw() for buffer in buffers]
     sizes = tuple(part.nbytes for part in parts)
-    *starts, end = _list_starts(sizes)
-    content = torch.empty(end, dtype=torch.uint8)
-    view = memoryview(content.numpy())
-    for part, start, size in zip(parts, starts, sizes, strict=True):
+    starts = _starts(sizes)
+    content: bytearray | torch.Tensor = bytearray(starts[-1])
+    if starts[-1] > _MAX_PIPED_BYTES:
+        content = torch.empty(starts[-1], dtype=torch.uint8)
+    view = _bytes_of(content)
+    for part, start, size in zip(parts, starts, sizes, strict=False):
         view[start : start + size] = part
     return Parcel(stream.getvalue(), sizes, content)
 
 
 def unpack_parcel(parcel: Parcel) -> Any:
     """Return the item of a parcel. Its tensors are views of the parcel's memory."""
-    view = memoryview(parcel.content.numpy())
-    pairs = zip(_list_starts(parcel.sizes), parcel.sizes, strict=False)
+    view = _bytes_of(parcel.content)
+    pairs = zip(_starts(parcel.sizes), parcel.sizes, strict=False)
     return pickle.loads(
         parcel.pickled, buffers=[view[start : start + size] for start, size in pairs]
     )
@@ -203,7 +225,11 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _list_starts(sizes: Sequence[int]) -> list[int]:
+def _starts(sizes: Sequence[int]) -> list[int]:
     """Return the offset of each tensor in a parcel, and the parcel's bytes."""
     padded = (-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes)
     return list(accumulate(padded, initial=0))
+
+
+def _bytes_of(content: bytearray | torch.Tensor) -> memoryview:
+    return memoryview(content if isinstance(content, bytearray) else content.numpy())

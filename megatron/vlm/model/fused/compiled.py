@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -106,7 +107,10 @@ class _KeepInputs(torch.autograd.Function):
 
 @functools.cache
 def compile_body(name: str, body: Body) -> Body:
-    run = torch.compile(body)
+    code = body.__code__.replace(co_name=name)
+    # Recompilations are limited per code object, which all backwards of `differentiable` share.
+    own = FunctionType(code, body.__globals__, name, body.__defaults__, body.__closure__)
+    run = torch.compile(own)
 
     @functools.wraps(body)
     def run_detached(*arguments: Any) -> Any:
