@@ -7,6 +7,7 @@ Shapes: S sequence, B batch, H hidden size, N heads, D head size, T tokens.
 """
 
 import sys
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -300,8 +301,24 @@ def compare_compiled_for_cpu() -> None:
     print(f"compiled {len(bodies)} bodies")
 
 
+def check_recompilations() -> None:
+    """Compile backwards of several operations and dtypes: none reaches another's limit, above which
+    a device would run eager code with more memory than is counted."""
+    compile_eagerly = partial(torch.compile, backend="eager")
+    with (
+        patch.object(torch, "compile", compile_eagerly),
+        patch.object(compiled, "is_compiled", lambda first: True),
+        torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True),
+    ):
+        for number, body in enumerate((lambda x: x.sin(), lambda x: x.cos(), lambda x: x.tanh())):
+            run = compiled.differentiable(f"body{number}")(body)
+            for dtype in ROUNDING:
+                run(torch.ones(4, dtype=dtype, requires_grad=True)).sum().backward()
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "cpu":
+        check_recompilations()
         compare_compiled_for_cpu()
     else:
         for check in CHECKS:
