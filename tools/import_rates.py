@@ -59,42 +59,46 @@ _COPIES: dict[str, CopyKind] = {
 }
 
 
-def read_rates(tables: dict[str, Any], link_gb_per_s: float) -> Rates:
+def read_rates(tables: dict[str, Any], link_gb_per_s: float, *, kernels_only: bool) -> Rates:
     """Return the tables' rates in bf16."""
     operations = tables["operations"]
     # Shares of attention count the full square, 2 products in forward and 5 in backward.
     attention = [
-        _attention(row, of)
-        for name, of in (("sdp_fwd", "forward"), ("sdp_bwd", "backward"))
+        _attention(row, "forward" if name == "sdp_fwd" else "backward")
+        for name in ("sdp_fwd", "sdp_bwd")
         for row in operations[name]["measured"]
     ]
     [tflops] = {float(operation["peak_tflops"]) for operation in operations.values()}
+    memory = {} if kernels_only else tables["memory"]
     return Rates(
         device=tables["device"].split(",")[0],
         tflops=tflops,
         products=_merge_repeats(_product(row) for row in operations["matmul"]["measured"]),
         grouped=_merge_repeats(_group(row) for row in operations["group_matmul"]["measured"]),
         attention=_merge_repeats(attention),
-        collectives=tuple(_collectives(tables["networks"], link_gb_per_s)),
+        collectives=() if kernels_only else tuple(_collectives(tables["networks"], link_gb_per_s)),
         copies=tuple(
             CopyTime(kind=kind, latency_us=copy["latency_us"], gb_per_s=_gb_per_s(copy, copy))
             for name, kind in _COPIES.items()
-            if (copy := tables["memory"].get(name))
+            if (copy := memory.get(name))
         ),
     )
 
 
 def _product(row: dict[str, Any]) -> ProductTime:
     m, k, n = row["m"], row["k"], row["n"]
-    layouts: dict[str, tuple[ProductPass, int, int, int]] = {
-        "TN": ("forward", m, k, n),  # m tokens, k in, n out
-        "NN": ("input_gradient", m, n, k),  # m tokens, k out, n in
-        "NT": ("weight_gradient", k, n, m),  # m out, k tokens, n in, accumulated in `out_dtype`
-    }
-    of, rows, inner, outer = layouts[row["layout"]]
-    gradient = row["out_dtype"] if of == "weight_gradient" else "fp32"
-    sizes = {"rows": rows, "inner": inner, "outer": outer}
-    return ProductTime(of=of, gradient=gradient, **sizes, share=_four_digits(row["share"]))
+    share, gradient = _four_digits(row["share"]), row["out_dtype"]
+    match row["layout"]:
+        case "TN":  # forward: m tokens, k in, n out
+            return ProductTime(rows=m, inner=k, outer=n, share=share)
+        case "NN":  # the input's gradient: m tokens, k out, n in
+            return ProductTime(of="input_gradient", rows=m, inner=n, outer=k, share=share)
+        case "NT":  # the weights' gradient: m out, k tokens, n in, accumulated in `out_dtype`
+            return ProductTime(
+                of="weight_gradient", gradient=gradient, rows=k, inner=n, outer=m, share=share
+            )
+        case layout:
+            raise ValueError(f"layout {layout} is none of TN, NN and NT")
 
 
 def _group(row: dict[str, Any]) -> GroupedTime:
@@ -194,12 +198,19 @@ def import_rates(
     file: Annotated[Path, typer.Argument(metavar="TABLES", help="JSON file to read")],
     output: Annotated[Path, typer.Option("--output", "-o", help="TOML file to write")],
     base: Annotated[str, typer.Option(help="preset or cluster file for all other settings")],
+    kernels_only: Annotated[
+        bool,
+        typer.Option(
+            "--kernels-only",
+            help="leave out copies and collectives, if memory and links are not the base's",
+        ),
+    ] = False,
 ) -> None:
     base_file = config_file("clusters", base)
     check_files({"--output": output}, [file, base_file])
     link_gb_per_s, tables = load_cluster(base).intra_node_gb_per_s, _read_tables(file)
     try:
-        rates = read_rates(tables, link_gb_per_s)
+        rates = read_rates(tables, link_gb_per_s, kernels_only=kernels_only)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         message = f"{type(error).__name__} {error}"
         if isinstance(error, ValidationError):

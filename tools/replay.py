@@ -140,7 +140,9 @@ def _check_options(options: ReplayOptions) -> None:
         raise UserError("--json needs --fake-device; give both, or neither")
     for name, value in (("--steps", options.steps), ("--repetitions", options.repetitions)):
         if options.fake_device and value is not None:
-            raise UserError(f"{name} and --fake-device, which times nothing, are exclusive")
+            raise UserError(
+                f"{name} and --fake-device, which times nothing, are exclusive; drop one"
+            )
 
 
 def _parse_stages(given: str, count: int) -> list[int]:

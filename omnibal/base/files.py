@@ -191,7 +191,7 @@ def read_text(path: Path, remedy: str) -> str:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     except ValueError as error:  # not UTF-8, or a NUL in the path
-        raise UserError(f"{path}: not UTF-8 text, or no path ({error}); {remedy}") from error
+        raise UserError(f"{str(path)!r}: not UTF-8 text, or no path ({error}); {remedy}") from error
 
 
 def one_line_error(error: ValidationError, where: str, remedy: str) -> UserError:

@@ -76,8 +76,8 @@ def _wait_for_head(address: str) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                message = f"the Ray cluster's head, {address}, is gone ({error}); {_AGAIN}"
-                raise UserError(message) from error
+                gone = f"the Ray cluster's head, {address}, is gone ({error})"
+                raise UserError(f"{gone}; start the cluster again, then {_AGAIN}") from error
         time.sleep(_RESOURCE_POLL_S)
 
 

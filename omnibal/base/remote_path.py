@@ -199,7 +199,10 @@ class _FileInfo:
     def parse(cls, info: dict[str, Any]) -> "_FileInfo":
         size = info.get("size")
         if size is None:
-            raise StorageError(f"{info.get('name')}: its server tells no size; use another")
+            raise StorageError(
+                f"{info.get('name')}: its server tells no size, and samples are read by position; "
+                "use another storage"
+            )
         changes = next((info[name] for name in _VERSION_FIELDS if info.get(name)), "")
         return cls(int(size), f"{size}:{changes}")
 

@@ -81,7 +81,9 @@ def export(
 
 def _check_has_samples(data: Path, *, is_counted: bool) -> None:
     """Raise UserError if `data` is a folder, or holds lengths instead of samples."""
-    if is_counted or data.is_dir() or (data.is_file() and is_parquet(data)):
+    if is_counted:
+        raise UserError(f"--data {data}: was counted by ms-swift; give the JSONL it was made from")
+    if data.is_dir() or (data.is_file() and is_parquet(data)):
         raise UserError(
             f"--data {data}: is a folder, or Parquet of lengths; give the annotation file, or meta "
             "JSON, that the lengths were scanned from"

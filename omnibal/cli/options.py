@@ -200,9 +200,14 @@ class JobOptions:
 
     def _adapters(self) -> AdapterConfig | None:
         if self.lora_rank is None:
-            given = self.lora_alpha, self.lora_targets, self.lora_part, self.lora_rslora or None
-            if any(value is not None for value in given):
-                raise UserError("other options of --lora-* need --lora-rank: give it, or none")
+            details = {
+                "--lora-alpha": self.lora_alpha,
+                "--lora-targets": self.lora_targets,
+                "--lora-part": self.lora_part,
+                "--lora-rslora": self.lora_rslora or None,
+            }
+            for option in (option for option, value in details.items() if value is not None):
+                raise UserError(f"{option} needs --lora-rank: give both")
             return None
         return adapters_of(
             rank=self.lora_rank,

@@ -263,7 +263,8 @@ def _check_match(
     message = "profiles do not measure fp8: plan without --profile, or in bf16"
     refuse_if(precision == "fp8", message)
     message = f"the profile was measured in {profile.precision} but the plan is for {precision}"
-    refuse_if(profile.precision != precision, f"{message}: change either")
+    remedy = f"profile again in {precision}, or plan in {profile.precision}"
+    refuse_if(profile.precision != precision, f"{message}: {remedy}")
     message = f"the profile is of tensor size {profile.tensor} but the plan has {parallel.tensor}"
     remedy = f"plan with --tp {profile.tensor} or without --profile"
     refuse_if(profile.tensor != parallel.tensor, f"{message}: {remedy}")

@@ -125,7 +125,9 @@ def _fit_pixels(
     """
     ratio = max(width, height) / min(width, height)
     if ratio > MAX_ASPECT_RATIO:
-        raise BadFile(f"is {ratio:.0f} times as long as it is wide, and may be {MAX_ASPECT_RATIO}")
+        raise BadFile(
+            f"is {ratio:.0f} times as long as it is wide, and may be {MAX_ASPECT_RATIO}; remove it"
+        )
     sides = tuple(round(side / cell) * cell for side in (width, height))
     pixels, (min_pixels, max_pixels) = rounded_frames * sides[0] * sides[1], limits
     if pixels > max_pixels:

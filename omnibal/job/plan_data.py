@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from omnibal.base.errors import UserError
+from omnibal.base.frozen import Frozen
 from omnibal.data.lengths import (
     Lengths,
     LengthsOrigin,
@@ -454,14 +455,24 @@ def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     for name, (scanned, needed) in settings.items():
         if scanned != needed:
             raise UserError(
-                f"the lengths were scanned with {name} {scanned!r}, but {model.name} has "
-                f"{needed!r}; scan them for this model with `omnibal lengths`"
+                f"the lengths were scanned with {name} {_show_unlike(scanned, needed)}, but "
+                f"{model.name} has {_show_unlike(needed, scanned)}; scan them for this model with "
+                "`omnibal lengths`"
             )
     model = model.model_copy(update={"chat_template": origin.chat_template})
     if tower is not None and rule is not None:
         (name,) = (name for name, encoder in model.encoders.items() if encoder is tower)
         return model.with_tower(name, **pixels)
     return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
+
+
+def _show_unlike(one: object, other: object) -> str:
+    """Return a setting as text; of two rules, the fields that differ."""
+    if not isinstance(one, Frozen):
+        return "none" if one is None else repr(one)
+    if not isinstance(other, Frozen):
+        return "a rule"
+    return ", ".join(f"{name} {value!r}" for name, value in one if value != dict(other)[name])
 
 
 def describe_data(packs: ScheduledPacks, lengths: Lengths, **settings: Any) -> DataPlan:

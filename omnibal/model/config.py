@@ -357,6 +357,7 @@ class ClusterConfig(Frozen):
     rates: dict[PlainPrecision, Rates] = written_unless({})
     # latency per ring hop between nodes; the default is fitted on published steps
     hop_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(3.0)
+    accuracy: dict[str, Any] = written_unless({})  # in plans of earlier versions; not read
     # cluster whose tables replace missing ones of this cluster
     rates_of: ScaledRates | None = written_unless(None)
 
@@ -449,6 +450,9 @@ def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, An
     for table in tables:
         for name in (*without, "tiling"):
             table.pop(name, None)
+    for name in ("runs", "rope_scaling"):  # profiles of earlier versions lack them
+        if not language.get(name):
+            language.pop(name, None)
     return fields
 
 

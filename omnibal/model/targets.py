@@ -120,7 +120,8 @@ class TrainerConstraints(Frozen):
         """Raise UserError unless the trainer supports one of these shardings."""
         if not set(shardings).intersection(self.shardings):
             supported = f"{self.title}, which supports {' or '.join(self.shardings)}"
-            raise UserError(f"--sharding {', '.join(shardings)} was given for {supported}")
+            given = f"--sharding {', '.join(shardings)} was given for {supported}"
+            raise UserError(f"{given}: leave --sharding out or change it")
 
     def schedule_obstacle(self, name: str, stages: int, micro_batches: int) -> str | None:
         """Return why a schedule with these micro-batches per rank cannot run, or None."""

@@ -130,6 +130,7 @@ def interval_extremes(values: np.ndarray, intervals: int) -> np.ndarray:
 
 def moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
     """Return the mean over up to `radius` neighbours on each side."""
-    window = np.ones(2 * radius + 1)
-    counts = np.convolve(np.ones(len(values)), window, "same")
-    return np.convolve(values, window, "same") / counts
+    total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    index = np.arange(len(values))
+    low, high = np.maximum(index - radius, 0), np.minimum(index + radius + 1, len(values))
+    return (total[high] - total[low]) / (high - low)

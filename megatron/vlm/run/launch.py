@@ -43,7 +43,8 @@ class RankLaunch:
         if self.world_size != parallel.world_size:
             raise UserError(
                 f"launched with {self.world_size} process(es), and the plan is for {parallel} = "
-                f"{parallel.world_size}; launch that many, or plan again"
+                f"{parallel.world_size}; launch that many (torchrun --nproc-per-node), or plan "
+                "again with `omnibal plan --tp --pp --dp`"
             )
         self.check_device()
 
@@ -75,7 +76,8 @@ def open_store(launch: RankLaunch, init_method: str = "env://", start: str = "")
         raise UserError(
             f"rank {launch.rank} did not meet all {launch.world_size} ranks within {_JOIN_MINUTES} "
             f"minutes ({str(error).strip().splitlines()[0]}); look for a rank that failed earlier, "
-            "or start all with torchrun or scripts/slurm"
+            "give all the same MASTER_ADDR and MASTER_PORT, or start them with torchrun or "
+            "scripts/slurm"
         ) from error
     return dist.PrefixStore(start, store) if start else store
 

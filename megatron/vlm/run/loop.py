@@ -211,9 +211,9 @@ class TrainingLoop:
         failures, limit = self._writer.failures, checkpoints.exit_after_failed_saves
         if failures and (len(failures) >= limit or is_last):
             raise UserError(
-                f"{failures[-1]}; {len(failures)} failed saves in a row, and {limit}, or the last "
-                "save, end the run (--exit-after-failed-saves); make the folder writable, and "
-                "resume with --load"
+                f"{failures[-1]}; {len(failures)} failed saves in a row, and {limit}, or that of "
+                "the last step, end the run (--exit-after-failed-saves); make the folder of --save "
+                "writable, and resume with --load"
             )
         if validation is not None and not stopped:
             record = validate(self._trainer, validation, step)

@@ -213,9 +213,13 @@ class Watch:
         if not silent:
             return
         self._ending.acquire()
-        ranks = f"{', '.join(map(str, silent))} {'has' if len(silent) == 1 else 'have'}"
+        ranks = f"rank {silent[0]} has"
+        if len(silent) > 1:
+            are_all = silent == list(range(silent[0], silent[-1] + 1))
+            named = f"{silent[0]} to {silent[-1]}" if are_all else ", ".join(map(str, silent))
+            ranks = f"ranks {named} have"
         message = (
-            f"rank {ranks} not been heard of for {self._pace.stale_s:g} s (killed, out of memory, "
+            f"{ranks} not been heard of for {self._pace.stale_s:g} s (killed, out of memory, "
             "or the node is gone)"
         )
         self._end_all(message, _EXIT_FAILURE, self._launch.world_size - len(silent))
