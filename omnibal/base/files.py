@@ -190,8 +190,10 @@ def read_text(path: Path, remedy: str) -> str:
         raise UserError(f"{path}: no such file; {remedy}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
-    except ValueError as error:  # not UTF-8, or a NUL in the path
-        raise UserError(f"{str(path)!r}: not UTF-8 text, or no path ({error}); {remedy}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error}); {remedy}") from error
+    except ValueError as error:  # a NUL in the path
+        raise UserError(f"{str(path)!r}: cannot be read ({error}); {remedy}") from error
 
 
 def one_line_error(error: ValidationError, where: str, remedy: str) -> UserError:
