@@ -97,7 +97,7 @@ class EncoderUnits:
         places, arguments = tuple[ImagePlaces, ...](), dict[str, Any]()
         if isinstance(self.tower, ImagesEncoder):  # places of patches
             places = (ImagePlaces(batch.image_grids, self.tower, current_device()),)
-            if hidden.numel():
+            if self.layers is not None and hidden.numel():
                 arguments["rotary_pos_emb"] = places[0].rotation(self.tower.head_width)
                 arguments["packed_seq_params"] = places[0].borders
         features = LayerFeatures(

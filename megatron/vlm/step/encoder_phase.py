@@ -239,6 +239,7 @@ class EncoderStep:
             self._backward()
         self._clock.switch(Phase.EXCHANGE)
         self.free_sent()
+        self._features = None
 
     def _exchange_gradients(self) -> torch.Tensor:
         """Send gradients to their encoders; return the gradients of this rank's rows, [S, E]."""
