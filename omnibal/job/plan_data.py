@@ -8,7 +8,6 @@ from typing import Any, Self
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.base.frozen import Frozen
 from omnibal.data.lengths import (
     Lengths,
     LengthsOrigin,
@@ -23,6 +22,7 @@ from omnibal.job.filling import worth_filling
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, DataPortion, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImageRule
 from omnibal.model.levels import FillRule, Level, are_plain, largest_caps
 from omnibal.model.limits import Caps, check_packs_per_step, in_canonical_order, words
 from omnibal.model.targets import ANY_PACKS, PackRules
@@ -444,9 +444,9 @@ def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
         pixels = {"min_pixels": rule.min_pixels, "max_pixels": rule.max_pixels}
         needed_rule = needed_rule.model_copy(update=pixels)
     settings = {  # of the scan and of the model
-        "pixels and tokens per tile": (
-            (origin.image_size, origin.tokens_per_tile),
-            tile_sizes(model),
+        "tiles of": (
+            _tile_text(origin.image_size, origin.tokens_per_tile),
+            _tile_text(*tile_sizes(model)),
         ),
         "images at native resolution by": (rule, needed_rule),
         "recordings in": (origin.clips, clip_sizes(model)),
@@ -466,11 +466,15 @@ def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
 
 
+def _tile_text(pixels: int | None, tokens: int | None) -> str | None:
+    return None if pixels is None else f"{pixels} pixels and {tokens} tokens"
+
+
 def _show_unlike(one: object, other: object) -> str:
     """Return a setting as text; of two rules, the fields that differ."""
-    if not isinstance(one, Frozen):
-        return "none" if one is None else repr(one)
-    if not isinstance(other, Frozen):
+    if not isinstance(one, ImageRule):
+        return "none" if one is None else str(one)
+    if not isinstance(other, ImageRule):
         return "a rule"
     return ", ".join(f"{name} {value!r}" for name, value in one if value != dict(other)[name])
 

@@ -295,7 +295,7 @@ def _request_of(
         )
     if trainer.stages != FREE:  # such a trainer has no data-parallel encoders
         plan = plan.model_copy(update={"data_parallel_encoders": None})
-    job = replace(result.job, trainer=trainer)
+    job = replace(replace(result, plan=plan).job, trainer=trainer)
     return PlanRequest(job=job, data=data, schedule=plan.schedule)
 
 

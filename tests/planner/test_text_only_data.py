@@ -122,11 +122,11 @@ def test_a_scan_of_texts_counts_no_tiles(case, tmp_path):
     assert again.origin == lengths.origin and again.sha256 == lengths.sha256
     assert not again.column("tiles").any()
     assert model_of_lengths(model, again) == model
-    with pytest.raises(UserError, match="for no images, but internvl-digits has tiles"):
+    with pytest.raises(UserError, match="tiles of none, but internvl-digits has 32 pixels"):
         model_of_lengths(DIGITS, again)
     tiled = {"image_size": 448, "tokens_per_tile": 256, "tiling": TilingConfig()}
     other = replace(again, origin=again.origin.model_copy(update=tiled))
-    with pytest.raises(UserError, match=r"tiles of 448 pixels and 256 tokens, but .* no images"):
+    with pytest.raises(UserError, match=r"tiles of 448 pixels and 256 tokens, but .* has none"):
         model_of_lengths(model, other)
 
 
