@@ -199,7 +199,7 @@ FAILURES = {
     ),
     # A node that went down, rather than one killed process.
     "a node": Failure(
-        (1, 2), kill, "rank 1, 2 have not been heard of", codes=(1, DEAD, DEAD),
+        (1, 2), kill, "ranks 1 to 2 have not been heard of", codes=(1, DEAD, DEAD),
     ),
     # It must not continue when its node comes back.
     "frozen, and wakes": Failure(
