@@ -56,8 +56,7 @@ class PlanRequest:
             raise UserError(
                 f"--method {self.split.method} with --recompute {self.split.recompute} was given, "
                 "and only the joint search plans data-parallel encoders, packs of levels and other "
-                "trainers' stages: leave both options out, or give --encoder pipeline, "
-                "--packing-levels 1 and no --for"
+                "trainers' stages: leave both options out"
             )
 
     def with_sizes(self, parallel: Parallel) -> Self:
