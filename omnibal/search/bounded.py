@@ -87,7 +87,7 @@ class BoundedTrials:
         self._plan(full, False, len(full))
 
     def _plan(self, choices: Iterable[Choice], fits: bool, most: int) -> None:
-        """Plan up to `most` choices, and those that may gain in other schedules again in these."""
+        """Plan up to `most` choices in 1F1B, and in all schedules those that may gain by others."""
         work = partial(plan_choice, self.setting.in_1f1b, fits)
         for choice, found in map_unordered(work, choices, max(min(self.processes, most), 1)):
             if isinstance(found, Need):
@@ -166,7 +166,7 @@ class BoundedTrials:
 
     def _compare_schedules(self, choices: Sequence[Choice]) -> None:
         """Estimate choices in other schedules than 1F1B, too."""
-        work = partial(estimate, self.setting.in_others)
+        work = partial(estimate, self.setting.in_others, self.bounds)
         for choice, result in try_all(work, choices, self.processes).items():
             if not isinstance(result, Need):
                 self.estimated_ms[choice] = min(result, self.estimated_ms[choice])
@@ -205,7 +205,8 @@ class BoundedTrials:
                 else:
                     self.advance(1)
 
-        work, useful = partial(estimate, self.setting), max(min(self.processes, len(choices)), 1)
+        work = partial(estimate, self.setting, self.bounds)
+        useful = max(min(self.processes, len(choices)), 1)
         for choice, result in map_unordered(work, until_enough(), useful):
             found[choice] = result
             self.advance(1)

@@ -337,28 +337,36 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     )
 
 
-def estimated_ms_per_sample(setting: Setting, request: PlanRequest) -> float:
+def estimated_ms_per_sample(
+    setting: Setting, request: PlanRequest, about_ms: float | None = None
+) -> float:
     """Return a quick estimate of a trial's time per sample, in 1F1B if that is allowed.
+
+    Args:
+        about_ms: as in `Bound`. None to compute it.
 
     Raises:
         DoesNotFit, CannotRunSchedule: as `estimated_over_bound`.
     """
     job, samples = request.job, mean_samples(request)
     _, encoders_ms = encoders_ms_per_sample(job, setting.request.lengths, samples)
-    least_ms = min_step_ms(job.split_task(request.workload(), request.data.levels)) / samples
+    if about_ms is None:
+        step_ms = min_step_ms(job.split_task(request.workload(), request.data.levels))
+        about_ms = step_ms / samples + encoders_ms
     schedules = able_schedules(setting.request.schedules, job)
-    over_bound = estimated_over_bound(request, samples * encoders_ms, schedules)
-    return over_bound * (least_ms + encoders_ms)
+    return estimated_over_bound(request, samples * encoders_ms, schedules) * about_ms
 
 
-def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
+def estimate(
+    setting: Setting, bounds: Mapping[Choice, Bound], choice: Choice
+) -> tuple[Choice, float | Need]:
     """Return the choice with its time per sample by `estimated_ms_per_sample`, or Need."""
     sized = setting.request_of(choice)
     need_gib = least_need_gib(sized, is_exact=False)
     if not fits_cap(need_gib, sized.job.memory_cap_gib):
         return choice, Need(gib=need_gib)
     try:
-        return choice, estimated_ms_per_sample(setting, sized)
+        return choice, estimated_ms_per_sample(setting, sized, bounds[choice].about_ms)
     except (DoesNotFit, CannotRunSchedule) as error:
         # The encoder placements of an estimate may leave less memory than every split needs.
         return choice, Need.after(error, need_gib)
