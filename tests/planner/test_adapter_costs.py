@@ -138,7 +138,7 @@ def test_options_freeze_all_else_unless_they_say_what():
     parts = {"lora_part": ["language", "vision"], "lora_rslora": True}
     both = JobOptions(**given, lora_rank=4, **parts).job()
     assert both.frozen == ("projector",) and both.adapters.scale == 4.0
-    with pytest.raises(UserError, match="need --lora-rank"):
+    with pytest.raises(UserError, match="--lora-alpha needs --lora-rank"):
         JobOptions(**given, lora_alpha=8).job()
 
 

@@ -588,7 +588,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
         assert_refused(directory, "data.origin of plan.json and of lengths.parquet differ")
     for changes, expected in (
         ({"tiling": TilingConfig(max_dynamic_patch=3)}, "scanned with another tiling, or"),
-        ({"image_size": 64}, r"pixels and tokens per tile \(32"),
+        ({"image_size": 64}, "scanned with tiles of 32 pixels and 16 tokens"),
     ):
         rewrite_data(directory, origin=origin_of(MODEL))
         rewrite_plan(directory, model=model.with_tower("vision", **changes))
