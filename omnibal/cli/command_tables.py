@@ -19,11 +19,11 @@ if TYPE_CHECKING:  # these import scipy, which would slow down `omnibal --help`
     from omnibal.job.refit import RunFit
     from omnibal.search.cap_search import CapSearch
     from omnibal.search.encoder_placement import PlacementChoice
-    from omnibal.search.parallel_sizes import StrategySearch
     from omnibal.search.replanning import Replanned
     from omnibal.search.schedule_choice import ScheduleChoice
     from omnibal.search.step_size import StepRate, StepSamples
     from omnibal.search.strategy import Sizing
+    from omnibal.search.strategy_search import StrategySearch
     from omnibal.search.weight_sharding import ShardingChoice
 
 _SHOWN_CANDIDATES = 10  # fits a terminal

@@ -18,8 +18,8 @@ from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import MOST_IN_GRID, cap_space
 from omnibal.search.engine import whole_progress
 from omnibal.search.memory_need import gib_text
-from omnibal.search.parallel_sizes import unusable
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
+from omnibal.search.strategy_search import unusable
 
 CapRule = Literal["time", "paper"]
 

@@ -7,8 +7,9 @@ from typing import Self
 from omnibal.base.errors import UserError
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.pipeline.prediction import PredictedStep, Prediction, relative_ms
-from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
+from omnibal.search.parallel_sizes import possible_sizings
 from omnibal.search.strategy import StrategyRequest
+from omnibal.search.strategy_search import StrategySearch
 
 _LISTED_CHANGES = 2  # causes named per direction; longer sentences are not read
 _MIN_CHANGE = 0.002  # min share of the step for a cause to be named

@@ -17,13 +17,14 @@ from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedul
 from omnibal.search.goal_requests import GoalRequests
 from omnibal.search.level_sets import MIN_LEVELS_GAIN, levels_in_use, shared_anew
 from omnibal.search.memory_need import least_state_gib
-from omnibal.search.parallel_sizes import StrategySearch, placements_error, possible_sizings
+from omnibal.search.parallel_sizes import placements_error, possible_sizings
 from omnibal.search.schedule_choice import (
     CannotRunSchedule,
     ScheduleChoice,
     plan_in_best_schedule,
 )
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
+from omnibal.search.strategy_search import StrategySearch
 
 _FINALIST_SLACK, _FINALISTS = 1.02, 3
 """Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""

@@ -34,7 +34,7 @@ from omnibal.search.level_estimates import (
     top_caps,
 )
 from omnibal.search.memory_need import least_state_gib
-from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
+from omnibal.search.parallel_sizes import possible_sizings
 from omnibal.search.strategy import (
     MOST_SCHEDULED,
     Setting,
@@ -45,6 +45,7 @@ from omnibal.search.strategy import (
     may_gain,
     planned_strategy,
 )
+from omnibal.search.strategy_search import StrategySearch, search_strategies
 from omnibal.search.trial import Trial, encoders_ms_per_sample
 
 _SIMULATED_SAMPLES = 12_000  # samples of a simulation: more change packs by about 1 %

@@ -23,10 +23,10 @@ from omnibal.search.goal import Earlier, Goal, Listener, Samples, Silence, Strea
 from omnibal.search.goal_requests import GoalRequests, with_encoder_shardings
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.level_sets import levels_total, search_with_levels
-from omnibal.search.parallel_sizes import StrategySearch, progress_total
 from omnibal.search.schedule_choice import CannotRunSchedule, ScheduleChoice
 from omnibal.search.step_size import COMPARED_SIZES, StepRate, step_rates
 from omnibal.search.strategy import StrategyRequest
+from omnibal.search.strategy_search import StrategySearch, progress_total
 from omnibal.search.weight_sharding import ShardingChoice
 
 

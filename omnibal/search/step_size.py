@@ -18,8 +18,8 @@ from omnibal.model.limits import SEARCH_SAMPLES, Caps
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import cap_space
-from omnibal.search.parallel_sizes import StrategySearch, search_strategies
 from omnibal.search.strategy import Choice, Setting, StrategyRequest
+from omnibal.search.strategy_search import StrategySearch, search_strategies
 
 _RECIPE_STEPS = ((32, 128), (128, 256))
 """Max number of GPUs, and samples per step of recipes for it."""

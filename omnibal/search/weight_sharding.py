@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from omnibal.model.parallel import Parallel, WeightSharding
-from omnibal.search.parallel_sizes import StrategySearch
+from omnibal.search.strategy_search import StrategySearch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,8 +45,8 @@ from omnibal.search.level_sets import (
     plan_levels,
     search_with_levels,
 )
-from omnibal.search.parallel_sizes import StrategySearch
 from omnibal.search.strategy import FreeSizes, Setting, Sizing, Strategy, StrategyRequest
+from omnibal.search.strategy_search import StrategySearch
 
 MODEL = load_model("llama3.1-8b")
 

@@ -39,14 +39,9 @@ from omnibal.pipeline.bounds import min_step_ms
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.unit_runs import stages_from_cuts
-from omnibal.search import bounded, parallel_sizes
+from omnibal.search import bounded, strategy_search
 from omnibal.search.bounded import CLEARLY_WORSE
-from omnibal.search.parallel_sizes import (
-    StrategySearch,
-    possible_sizings,
-    progress_total,
-    search_strategies,
-)
+from omnibal.search.parallel_sizes import possible_sizings
 from omnibal.search.schedule_choice import ScheduleChoice, plan_in_best_schedule
 from omnibal.search.step_size import (
     StepRate,
@@ -57,6 +52,7 @@ from omnibal.search.step_size import (
     with_enough_samples,
 )
 from omnibal.search.strategy import FreeSizes, Setting, Sizing, StrategyRequest, find_bound, pack_at
+from omnibal.search.strategy_search import StrategySearch, progress_total, search_strategies
 from omnibal.search.weight_sharding import ShardingChoice
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4, "link_latency_us": 1})
@@ -212,7 +208,7 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
     """Prevents a plan limit that loses the best strategy or hides skipped strategies."""
     searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
     every = run_search(searched)
-    monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
+    monkeypatch.setattr(strategy_search, "_MOST_PLANNED", 4)
     # All are estimated, including strategies that bounds rule out.
     for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_PLANNED_SLACK"):
         monkeypatch.setattr(bounded, slack, 10)
