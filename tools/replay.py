@@ -132,7 +132,7 @@ def replay(
     if len(replays) == job.plan.parallel.pipeline:
         summary = read_replay(output, job.plan, job.cost, job.workload)
         tables += [stages_table(job.plan, None, summary), peak_table(job.plan, None, summary)]
-    print_result(False, {}, *filter(None, tables), f"replay: {output}")
+    print_result(False, {}, *tables, f"replay: {output}")
 
 
 def _check_options(options: ReplayOptions) -> None:

@@ -31,24 +31,24 @@ _SHOWN_CANDIDATES = 10  # fits a terminal
 
 def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Table:
     """Return model presets: parameters, experts, and layers x hidden size per tower."""
-    return Table.of_records(
-        "Models, with billions of parameters",
-        models,
-        {
-            "name": lambda preset: preset[0].name,
-            "10^9": lambda preset: _billions(preset[1].stored),
-            "active": lambda preset: (
-                _billions(preset[1].active) if preset[1].active < preset[1].stored else ""
-            ),
-            "encoders": lambda preset: "\n".join(map(_size, preset[0].encoders.values())),
-            "language": lambda preset: _size(preset[0].language),
-            "experts": lambda preset: ", ".join(
-                f"{experts.experts_per_token} of {experts.experts}"
-                for experts in {kind.experts for kind in preset[0].language.kinds}
-                if experts is not None
-            ),
-        },
-    )
+    rows = []
+    for model, parameters in models:
+        experts = {kind.experts for kind in model.language.kinds if kind.experts is not None}
+        has_idle = parameters.active < parameters.stored
+        rows.append(
+            (
+                model.name,
+                _billions(parameters.stored),
+                _billions(parameters.active) if has_idle else "",
+                "\n".join(map(_size, model.encoders.values())),
+                _size(model.language),
+                ", ".join(
+                    f"{mixture.experts_per_token} of {mixture.experts}" for mixture in experts
+                ),
+            )
+        )
+    titles = ("name", "10^9", "active", "encoders", "language", "experts")
+    return Table.of_rows("Models, with billions of parameters", titles, rows)
 
 
 def _size(tower: EncoderLayers | LanguageConfig) -> str:
@@ -70,21 +70,20 @@ def _billions(parameters: int) -> str:
 
 
 def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
-    return Table.of_records(
-        "Clusters",
-        clusters,
-        {
-            "name": lambda cluster: cluster.name,
-            "device": lambda cluster: cluster.device,
-            "GiB": lambda cluster: f"{cluster.memory_gib:g}",
-            "bf16 TFLOP/s": lambda cluster: (
-                f"{cluster.peak_tflops['bf16']:g}" if "bf16" in cluster.peak_tflops else "-"
-            ),
-            "GB/s in node": lambda cluster: f"{cluster.intra_node_gb_per_s:g}",
-            "between": lambda cluster: f"{cluster.inter_node_gb_per_s:g}",
-            "rates": lambda cluster: cluster.basis or "assumed",
-        },
-    )
+    rows = [
+        (
+            cluster.name,
+            cluster.device,
+            f"{cluster.memory_gib:g}",
+            f"{cluster.peak_tflops['bf16']:g}" if "bf16" in cluster.peak_tflops else "-",
+            f"{cluster.intra_node_gb_per_s:g}",
+            f"{cluster.inter_node_gb_per_s:g}",
+            cluster.basis or "assumed",
+        )
+        for cluster in clusters
+    ]
+    titles = ("name", "device", "GiB", "bf16 TFLOP/s", "GB/s in node", "between", "rates")
+    return Table.of_rows("Clusters", titles, rows)
 
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
@@ -176,17 +175,17 @@ def close_call(search: "StrategySearch", errors: PublishedErrors | str) -> str |
 
 def residuals_table(residuals: Sequence["FitResidual"], provider: Provider) -> Table:
     """Return errors of fitted costs against a provider's measurements, by unit and quantity."""
-    return Table.of_records(
-        f"Fit of the costs, provider {provider}",
-        residuals,
-        {
-            "unit": lambda residual: residual.unit,
-            "quantity": lambda residual: residual.quantity,
-            "measurements": lambda residual: str(residual.measurements),
-            "median error": lambda residual: percent(residual.median_error),
-            "largest error": lambda residual: percent(residual.max_error),
-        },
-    )
+    rows = [
+        (
+            fit.unit,
+            fit.quantity,
+            str(fit.measurements),
+            *map(percent, (fit.median_error, fit.max_error)),
+        )
+        for fit in residuals
+    ]
+    titles = ("unit", "quantity", "measurements", "median error", "largest error")
+    return Table.of_rows(f"Fit of the costs, provider {provider}", titles, rows)
 
 
 def simulation_facts(result: dict[str, Any]) -> Facts:
@@ -285,12 +284,12 @@ def rates_text(rates: Sequence["StepRate"]) -> str:
     return f"Samples per second by --samples-per-step, simulated: {' | '.join(texts)}"
 
 
-def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
-    """Return facts on encoder placement and data-parallel encoders. Empty if nothing to choose."""
+def encoder_facts(plan: Plan, choice: "PlacementChoice") -> Facts | None:
+    """Return facts on encoder placement and data-parallel encoders. None if nothing to choose."""
     encoders = plan.data_parallel_encoders
     predicted = None if plan.prediction is None else plan.prediction.data_parallel_encoders
     if predicted is None and len(choice.predicted) < 2:
-        return []
+        return None
     entries = [("placement", choice.chosen.value), ("why", choice.reason)]
     if encoders is not None and predicted is not None:
         ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
@@ -303,7 +302,7 @@ def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
         entries.append(("forward + backward", times))
         entries.append(("busiest rank over mean", f"{predicted.busiest:.3f}"))
         entries.append(("exchange of features", milliseconds(predicted.exchange_ms)))
-    return [Facts("Encoders", entries)]
+    return Facts("Encoders", entries)
 
 
 def share_of_images(plan: Plan) -> float | None:

@@ -22,8 +22,10 @@ def print_notes(notes: Iterable[str], prefix: str = "note: ") -> None:
         sys.stderr.write(f"{prefix}{printable(note)}\n")
 
 
-def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts | str) -> None:
-    """Print a result as a JSON object, or as tables and sentences.
+def print_result(
+    as_json: bool, result: dict[str, Any], *readable: Table | Facts | str | None
+) -> None:
+    """Print a result as a JSON object, or as tables and sentences. None is skipped.
 
     Values of `result` may be paths, enums, dataclasses and pydantic models.
     """
@@ -31,7 +33,7 @@ def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts
         sys.stdout.write(json.dumps(to_jsonable_python(result)) + "\n")
         return
     console = Console()
-    for part in readable:
+    for part in filter(None, readable):
         # The terminal wraps sentences, tables fit its width; brackets are no markup.
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 

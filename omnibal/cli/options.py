@@ -1,6 +1,5 @@
 """Options of several commands, declared once, and their groups."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,6 +76,7 @@ MemoryOption = Annotated[
     float | None,
     typer.Option(
         min=0.01,
+        max=_MAX_RATE,
         metavar="GIB",
         help=f"memory in GiB, {USABLE_MEMORY_FRACTION:.0%} of it used (default: cluster's)",
     ),
@@ -95,17 +95,8 @@ def changed_cluster(
     name: str, memory_gib: float | None, network_gb_per_s: float | None = None
 ) -> config.ClusterConfig:
     """Return a preset or TOML cluster, with memory and network rate overridden if given."""
-    given = {
-        "memory_gib": ("--memory-gib", memory_gib),
-        "inter_node_gb_per_s": ("--network-gb-per-s", network_gb_per_s),
-    }
-    changes = {}
-    for field, (option, value) in given.items():
-        if value is None:
-            continue
-        if not (math.isfinite(value) and value <= _MAX_RATE):
-            raise UserError(f"{option} {value}: must be finite and at most {_MAX_RATE:,.0f}")
-        changes[field] = value
+    given = {"memory_gib": memory_gib, "inter_node_gb_per_s": network_gb_per_s}
+    changes = {field: value for field, value in given.items() if value is not None}
     return config.load_cluster(name).model_copy(update=changes)
 
 
@@ -145,7 +136,10 @@ class JobOptions:
     network_gb_per_s: Annotated[
         float | None,
         typer.Option(
-            min=0.001, metavar="X", help="inter-node GB/s per GPU (default: the cluster's)"
+            min=0.001,
+            max=_MAX_RATE,
+            metavar="X",
+            help="inter-node GB/s per GPU (default: the cluster's)",
         ),
     ] = None
     expert_imbalance: Annotated[
@@ -187,16 +181,11 @@ class JobOptions:
 
     def _frozen(self, model: config.ModelConfig) -> tuple[str, ...]:
         """Return the frozen parts in model order. LoRA alone freezes all parts without adapters."""
-        parts = model_parts(model)
+        parts, given = model_parts(model), self.freeze or []
         if self.lora_rank is not None and self.freeze is None:
             return tuple(part for part in parts if part not in (self.lora_part or [LANGUAGE]))
-        unknown = sorted(set(self.freeze or ()) - set(parts))
-        if unknown:
-            raise UserError(f"--freeze {', '.join(unknown)}: the parts are only {', '.join(parts)}")
-        frozen = tuple(part for part in parts if part in (self.freeze or ()))
-        if len(frozen) == len(parts):
-            raise UserError(f"--freeze {', '.join(frozen)} leaves no part to train: drop a part")
-        return frozen
+        # Unknown parts follow: the job refuses them.
+        return tuple(part for part in dict.fromkeys([*parts, *given]) if part in given)
 
     def _adapters(self) -> AdapterConfig | None:
         if self.lora_rank is None:
@@ -231,22 +220,13 @@ class SizeOptions:
     ] = None
 
     def parallel(self) -> Parallel:
-        """Return the parallel sizes, 1 if not given."""
-        tensor, data, expert = self.tp or 1, self.dp or 1, self.ep or 1
-        if self.sequence_parallel and tensor == 1:
-            raise UserError("--sequence-parallel needs --tp 2 or more: raise --tp, or leave it out")
-        if tensor * data % expert or (expert % tensor and tensor % expert):
-            raise UserError(
-                f"--ep {expert} with --tp {tensor} --dp {data}: it must divide {tensor * data}, "
-                "and divide --tp or be a multiple of it; choose another --ep, or other sizes"
-            )
-        divides = tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
-        return Parallel(
+        """Return the parallel sizes, 1 if not given. UserError if they do not fit together."""
+        tensor, divides = self.tp or 1, self.sequence_parallel
+        return Parallel(pipeline=self.pp or 1).with_sizes(
             tensor=tensor,
-            pipeline=self.pp or 1,
-            data=data,
-            sequence_parallel=divides,
-            expert=expert,
+            data=self.dp or 1,
+            expert=self.ep or 1,
+            sequence_parallel=tensor > 1 if divides is None else divides,
         )
 
 

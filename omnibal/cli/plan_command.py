@@ -410,30 +410,27 @@ def _print_plan(
     summary |= planned.sharding.as_dict() | planned.schedule.as_dict()
     phases = results.phases_of_plan(result)
     summary["phases"] = phases
-    strategies: list[Any] = []
+    strategies, close = None, None
     if search is not None:
         summary["strategies"] = [
             {**asdict(strategy), "caps": strategy.caps, "schedule": strategy.schedule.chosen}
             for strategy in search.ranking
         ]
         summary["strategies_gap"] = search.gap
-        strategies = [tables.strategy_table(search, memory_cap_gib(plan.cluster))]
-        close = tables.close_call(search, errors_of_plan(plan))
-        summary["close_call"] = close
-        strategies += [] if close is None else [close]
-    memory, lost = plan_tables.peak_table(plan), tables.lost_time_table(prediction)
-    assert memory is not None
-    pack_tables = results.levels_table(plan, packs), results.phases_table(phases)
+        strategies = tables.strategy_table(search, memory_cap_gib(plan.cluster))
+        close = summary["close_call"] = tables.close_call(search, errors_of_plan(plan))
     print_result(
         as_json,
         summary,
         *lines,
-        *strategies,
-        *(table for table in pack_tables if table is not None),
-        *tables.encoder_facts(plan, choice),
+        strategies,
+        close,
+        results.levels_table(plan, packs),
+        results.phases_table(phases),
+        tables.encoder_facts(plan, choice),
         plan_tables.stages_table(plan),
-        memory,
-        lost,
+        plan_tables.peak_table(plan),
+        tables.lost_time_table(prediction),
         tables.plan_facts(plan, prediction, planned.sharding, planned.schedule),
     )
 

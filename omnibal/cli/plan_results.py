@@ -157,15 +157,14 @@ def phases_table(phases: Sequence["PhaseBalance"]) -> Table | None:
     """Return the phases' busiest rank over the mean, by phase. None without phases."""
     if not phases:
         return None
-    return Table.of_records(
-        "Phases: busiest rank over the mean",
-        phases,
-        {
-            "phase": lambda phase: phase.phase,
-            "own packs": lambda phase: f"{phase.imbalance_before:.4f}",
-            "balanced": lambda phase: (
-                "-" if phase.imbalance_after is None else f"{phase.imbalance_after:.4f}"
-            ),
-            "lower bound": lambda phase: f"{phase.bound:.4f}",
-        },
-    )
+    rows = [
+        (
+            phase.phase,
+            f"{phase.imbalance_before:.4f}",
+            "-" if phase.imbalance_after is None else f"{phase.imbalance_after:.4f}",
+            f"{phase.bound:.4f}",
+        )
+        for phase in phases
+    ]
+    titles = ("phase", "own packs", "balanced", "lower bound")
+    return Table.of_rows("Phases: busiest rank over the mean", titles, rows)

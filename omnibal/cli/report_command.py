@@ -68,7 +68,7 @@ def report(
     print_result(as_json, result, *_tables(shown), *advice, f"report: {output}")
 
 
-def _tables(shown: "ReportInput") -> Iterator[Table | Facts]:
+def _tables(shown: "ReportInput") -> Iterator[Table | Facts | None]:
     """Yield the printed tables: of a replay, a run, and held-out accuracy."""
     from omnibal.report.cards import card_facts, headline_cards
     from omnibal.report.plan_tables import accuracy_table, peak_table, stages_table
@@ -78,12 +78,10 @@ def _tables(shown: "ReportInput") -> Iterator[Table | Facts]:
     if run or shown.replay:
         yield card_facts(headline_cards(*sources, shown.records))
         yield stages_table(*sources)
-        memory = peak_table(*shown.memory_sources)
-        yield from [] if memory is None else [memory]
+        yield peak_table(*sources)
     if run:
         counts = [(name, f"{count:,}") for name, count in run.incidents().items()]
         yield Facts("Run", [("provider", run.provider or "not recorded"), *counts])
     if shown.fake_stages:
         yield fake_device_table(shown.plan, shown.fake_stages)
-    accuracy = None if shown.evaluation is None else accuracy_table(shown.evaluation)
-    yield from [] if accuracy is None else [accuracy]
+    yield None if shown.evaluation is None else accuracy_table(shown.evaluation)

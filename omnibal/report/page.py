@@ -44,11 +44,6 @@ class ReportInput:
     def plan(self) -> Plan:
         return self.files.plan
 
-    @property
-    def memory_sources(self) -> tuple[Plan, RunSummary | None, ReplaySummary | None]:
-        """Sources of device peaks. A run on a CPU is none: processes hold Python and torch too."""
-        return self.plan, self.run if self.run and not self.run.is_on_cpu else None, self.replay
-
 
 def write_report(
     files: PlanFiles, run_directory: Path | None, output: Path, replay_directory: Path | None = None
@@ -129,7 +124,7 @@ def _variables(report: ReportInput) -> dict[str, Any]:
         "split": split_figure(plan),
         "stages": plan_tables.stages_table(plan, run, replay),
         "timeline": timeline_figure(report.files) if report.files.data else "",
-        "memory": plan_tables.peak_table(*report.memory_sources),
+        "memory": plan_tables.peak_table(plan, run, replay),
         "fake": fake_device_table(plan, report.fake_stages) if report.fake_stages else None,
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
         "curves": (),

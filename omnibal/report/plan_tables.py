@@ -7,7 +7,7 @@ from typing import Any
 from omnibal.job.plan import DataPlan, MixtureSeen, Plan
 from omnibal.job.published_errors import errors_of_plan
 from omnibal.job.replay import ReplaySummary
-from omnibal.job.runlog import Evaluation, KindAccuracy, StepRecord
+from omnibal.job.runlog import Evaluation, StepRecord
 from omnibal.model.limits import memory_cap_gib
 from omnibal.packing.balance_metrics import PackMetrics
 from omnibal.report.formatting import (
@@ -147,7 +147,7 @@ def peak_table(
         if not all(stage.with_working_memory for stage in replay.stages):
             caption += " A replay on a CPU measures no working memory; its predicted peak has "
             caption += "none either."
-    if run:
+    if run and not run.is_on_cpu:  # on a CPU the processes hold Python and torch too
         columns += _aligned_columns("measured, GiB", {"peak": run.peak_gib})
     if len(columns) == 1:
         return None
@@ -158,24 +158,23 @@ def accuracy_table(evaluation: Evaluation) -> Table | None:
     """Return exact answers by kind with 95 % intervals and chance rate, or None without kinds."""
     if not evaluation.kinds:
         return None
-
-    def interval(kind: KindAccuracy) -> str:
-        low, high = accuracy_interval(kind)
-        return f"{100 * low:.1f} {EN_DASH} {percent(high)}"
-
-    return Table.of_records(
-        "Held-out answers, exact",
-        evaluation.kinds,
-        {
-            Column(title="kind of question", style="left"): lambda kind: kind.kind,
-            "questions": lambda kind: f"{kind.questions:,}",
-            "correct": lambda kind: f"{kind.correct:,}",
-            Column(title="accuracy", style="bold"): lambda kind: percent(kind.accuracy),
-            "95 % interval": interval,
-            "chance": lambda kind: percent(kind.chance),
-        },
-        f"Exact matches after step {evaluation.step:,}. Chance: the best constant answer.",
-    )
+    rows = [
+        (
+            kind.kind,
+            f"{kind.questions:,}",
+            f"{kind.correct:,}",
+            percent(kind.accuracy),
+            f"{100 * low:.1f} {EN_DASH} {percent(high)}",
+            percent(kind.chance),
+        )
+        for kind in evaluation.kinds
+        for low, high in [accuracy_interval(kind)]
+    ]
+    question = Column(title="kind of question", style="left")
+    accuracy = Column(title="accuracy", style="bold")
+    titles = (question, "questions", "correct", accuracy, "95 % interval", "chance")
+    caption = f"Exact matches after step {evaluation.step:,}. Chance: the best constant answer."
+    return Table.of_rows("Held-out answers, exact", titles, rows, caption=caption)
 
 
 def answers_table(evaluation: Evaluation) -> Table | None:

@@ -1,6 +1,6 @@
 """Tables of stages that were replayed, on a device or a fake one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,51 +9,54 @@ from omnibal.job.plan import Plan
 from omnibal.job.replay import StageReplay
 from omnibal.model.limits import memory_cap_gib
 from omnibal.report.formatting import gib_or_mib, percent
-from omnibal.report.table import Cell, Column, Marked, Table
+from omnibal.report.table import Column, Marked, Table
 
 _SHOWN_CONTENTS = 14  # all kinds of large tensors of a stage; smaller tensors are summed up
 
 
 def replayed_stages_table(plan: Plan, replays: Sequence[StageReplay]) -> Table:
     """Return replayed stages' ms per micro-batch and update, peak memory and predicted memory."""
-    columns: dict[str | Column, Callable[[StageReplay], Cell]] = {
-        "stage": lambda replay: f"{replay.stage}",
-        "packs": lambda replay: f"{len(replay.rows):,}",
-        "forward ms": lambda replay: f"{np.sum(replay.forward_ms) / len(replay.rows):,.2f}",
-        "backward ms": lambda replay: f"{np.sum(replay.backward_ms) / len(replay.rows):,.2f}",
-        "recompute ms": lambda replay: f"{np.sum(replay.recompute_ms) / len(replay.rows):,.2f}",
-        "update ms": lambda replay: f"{replay.update_ms:,.2f}",
-        "peak": lambda replay: gib_or_mib(replay.peak_gib),
-    }
-    if plan.prediction is not None:
-        stages = plan.prediction.stages
-        columns["predicted"] = lambda replay: gib_or_mib(
-            replay.predicted_gib(stages[replay.stage].memory)
+    rows = []
+    for replay in replays:
+        times = (replay.forward_ms, replay.backward_ms, replay.recompute_ms)
+        peaks_gib = [replay.peak_gib]
+        if plan.prediction is not None:
+            peaks_gib.append(replay.predicted_gib(plan.prediction.stages[replay.stage].memory))
+        rows.append(
+            [
+                f"{replay.stage}",
+                f"{len(replay.rows):,}",
+                *(f"{np.sum(ms) / len(replay.rows):,.2f}" for ms in times),
+                f"{replay.update_ms:,.2f}",
+                *map(gib_or_mib, peaks_gib),
+            ]
         )
-    return Table.of_records("Replayed stages, per micro-batch", replays, columns)
+    titles = ["stage", "packs", *(f"{name} ms" for name in ("forward", "backward", "recompute"))]
+    titles += ["update ms", "peak", *["predicted"] * (plan.prediction is not None)]
+    return Table.of_rows("Replayed stages, per micro-batch", titles, rows)
 
 
 def fake_device_table(plan: Plan, stages: Sequence[FakeStage]) -> Table:
     """Return predicted and allocated peak by stage, and their difference."""
     cap_gib = memory_cap_gib(plan.cluster)
-    return Table.of_records(
+    rows = [
+        (
+            f"{stage.stage}",
+            "" if stage.predicted_gib is None else f"{stage.predicted_gib:.2f}",
+            f"{stage.allocated_gib:.2f}",
+            "" if stage.deviation is None else f"{100 * stage.deviation:+.1f} %",
+            Marked.share(stage.allocated_gib / cap_gib),
+            f"{stage.state_gib:.2f}",
+            f"{stage.activations_gib:.2f}",
+            stage.peak_phase,
+        )
+        for stage in stages
+    ]
+    return Table.of_rows(
         f"Allocated on fake devices, GiB of {cap_gib:.2f}",
-        stages,
-        {
-            "stage": lambda stage: f"{stage.stage}",
-            "predicted": lambda stage: (
-                "" if stage.predicted_gib is None else f"{stage.predicted_gib:.2f}"
-            ),
-            "allocated": lambda stage: f"{stage.allocated_gib:.2f}",
-            "difference": lambda stage: (
-                "" if stage.deviation is None else f"{100 * stage.deviation:+.1f} %"
-            ),
-            "of usable": lambda stage: Marked.share(stage.allocated_gib / cap_gib),
-            "state": lambda stage: f"{stage.state_gib:.2f}",
-            "rest": lambda stage: f"{stage.activations_gib:.2f}",
-            "in": lambda stage: stage.peak_phase,
-        },
-        "Memory that the code would allocate on one device of each stage, and the plan's "
+        ("stage", "predicted", "allocated", "difference", "of usable", "state", "rest", "in"),
+        rows,
+        caption="Memory that the code would allocate on one device of each stage, and the plan's "
         "prediction. A difference below zero: the plan predicts too little.",
     )
 

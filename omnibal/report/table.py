@@ -1,9 +1,9 @@
 """Tables and lists of facts, printed by `rich` and rendered as HTML by the page's template."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from typing import Literal, TypeVar
+from typing import Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -13,7 +13,6 @@ from rich.table import Table as TerminalTable
 from omnibal.base.printable import printable
 from omnibal.report.formatting import percent
 
-R = TypeVar("R")
 # Cells of a column: numbers (""), main numbers, names, wrapped text or signs.
 Style = Literal["", "bold", "left", "wrap", "mark"]
 
@@ -78,18 +77,6 @@ class Table:
         """Return a table of columns with their cells, short columns padded with empty cells."""
         heads, cells = zip(*columns, strict=True)
         return cls.of_rows(title, heads, [*zip_longest(*cells, fillvalue="")], caption=caption)
-
-    @classmethod
-    def of_records(
-        cls,
-        title: str,
-        records: Iterable[R],
-        columns: Mapping[str | Column, Callable[[R], Cell]],
-        caption: str = "",
-    ) -> "Table":
-        """Return a table with a row per record, from column titles and cell functions."""
-        rows = [[cell(record) for cell in columns.values()] for record in records]
-        return cls.of_rows(title, columns, rows, caption=caption)
 
     @property
     def groups(self) -> list[tuple[str, int]]:

@@ -104,9 +104,9 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("towers", "frozen", "message"),
     [
-        ("vision language", "audio", "the parts are only vision"),
+        ("vision language", "audio", "has only the parts vision"),
         ("vision audio language", "projector", "vision, vision_projector, audio, audio_projector,"),
-        ("language", "language", "leaves no part to train"),
+        ("language", "language", "leave a part to train"),
     ],
 )
 def test_parts_to_freeze_are_the_model_s(
