@@ -140,7 +140,7 @@ def steady_state_stages(
     recomputed = np.zeros((*run_ms.shape, len(layers)), np.int64)
     for stage, table in enumerate(pareto_tables(cost, packs, stages)):
         extreme_ms = np.stack([layers_ms, layers_ms])
-        sets = useful_sets(table, counts[start, end], extreme_ms, cap_bytes).fitting
+        sets, _ = useful_sets(table, counts[start, end], extreme_ms, cap_bytes)
         place = stage, start[sets.stage], end[sets.stage]
         layer_counts = recomputed[place] = sets.layers
         run_ms[place] = counts[place[1:]] @ (forward + backward) + layer_counts @ layers_ms
@@ -280,7 +280,7 @@ def recompute_again(
     recomputed = []
     for table, stage in zip(pareto_tables(cost, packs, len(stages)), stages, strict=True):
         counts = unit_counts(cost.kinds, stage.units)[None]
-        sets = useful_sets(table, counts, np.stack([layer_ms, layer_ms]), cap).fitting.layers
+        sets = useful_sets(table, counts, np.stack([layer_ms, layer_ms]), cap)[0].layers
         recomputed.append(sets[(sets @ layer_ms).argmin()].tolist())
     cuts = np.cumsum([sum(map(len, stage.units)) for stage in stages])[:-1].tolist()
     return stages_from_cuts(model, cuts, recomputed)

@@ -45,12 +45,10 @@ def chrome_trace(
                 times_ms = (float(ms[micro_batch, part]) for ms in (start_ms, took_ms))
                 place, name = (rank, passes.schedule.stage_of(part)), f"{kind.label} {micro_batch}"
                 events.append(_pass_event(name, kind.label, place, *times_ms, **args))
-    for block in encoder_blocks(timeline, times, of_step):
-        took_ms = block.end_ms - block.start_ms
+    for rank, label, begin_ms, end_ms in encoder_blocks(timeline, times, of_step):
         for stage in range(stages):
-            events.append(
-                _pass_event(block.label, "encoders", (block.rank, stage), block.start_ms, took_ms)
-            )
+            place = rank, stage
+            events.append(_pass_event(label, "encoders", place, begin_ms, end_ms - begin_ms))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

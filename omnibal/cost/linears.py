@@ -267,22 +267,13 @@ def library_buffers(
             # Routers and single-output gates are not Transformer Engine layers.
             if product.dtype != "fp32" and product.outer > 1:
                 with_shape.setdefault((product.inner, product.outer), set()).add(name)
-    gradients = [
-        LibraryBuffer(
-            what=f"empty gradient of {inner:g} x {outer:g} weights",
-            bytes=inner * outer * element_bytes,
-            kinds=frozenset(kinds),
-        )
+    empty_gradients = [
+        (inner * outer * element_bytes, frozenset(kinds))
         for (inner, outer), kinds in with_shape.items()
     ]
-    names = frozenset(trained)
     grouped = frozenset(name for name, unit in trained.items() if unit.expert_parameters)
     workspaces = (
-        LibraryBuffer(what="workspaces of products", bytes=2 * _WORKSPACE_BYTES, kinds=names),
-        LibraryBuffer(
-            what="workspaces of grouped products",
-            bytes=_GROUPED_STREAMS * _WORKSPACE_BYTES,
-            kinds=grouped,
-        ),
+        (2 * _WORKSPACE_BYTES, frozenset(trained)),  # of products
+        (_GROUPED_STREAMS * _WORKSPACE_BYTES, grouped),
     )
-    return (*gradients, *workspaces)
+    return (*empty_gradients, *workspaces)

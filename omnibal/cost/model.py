@@ -12,22 +12,14 @@ Sources: counts (`omnibal.cost.analytic`) and a measured profile (`omnibal.cost.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from omnibal.model.units import HEAD, UnitKind
 
 ParameterCount = TypeVar("ParameterCount", float, np.ndarray)
-# A field of `ParameterRates`.
-RateName = Literal[
-    "weight_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "optimizer_ms",
-    "gradient_reduction_ms",
-    "weight_gather_ms",
-]
+LibraryBuffer = tuple[float, frozenset[str]]  # bytes, and names of unit kinds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,15 +80,6 @@ class ParameterRates:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LibraryBuffer:
-    """Buffer that a stage allocates once if it holds a unit of any of `kinds`."""
-
-    what: str
-    bytes: float
-    kinds: frozenset[str]  # names of unit kinds
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CostModel:
     """Costs of all units, of a step and of a cut."""
@@ -115,7 +98,7 @@ class CostModel:
     expert_peer_bytes: float = 0.0  # NCCL's, on devices with experts
     runs_in_lockstep: bool = False  # whether ranks run in lockstep, as with sharded weights
     weight_parts: int = 1  # ranks that shard non-expert weights; bytes are per shard
-    library_buffers: tuple[LibraryBuffer, ...] = ()  # `omnibal.cost.linears`
+    library_buffers: tuple[LibraryBuffer, ...] = ()  # once per stage with a unit of its kinds
     slowness: tuple[float, ...] = ()  # [parts], relative to the fastest; empty if uniform
     slow_ranks: tuple[tuple[float, ...], ...] = ()  # [ranks][parts], >= 1; empty if uniform
 
@@ -148,7 +131,7 @@ class CostModel:
         return self.of_experts | self.runs_in_lockstep
 
     def of_parameters(
-        self, rate: RateName, parameters: ParameterCount, of_experts: ParameterCount
+        self, rate: str, parameters: ParameterCount, of_experts: ParameterCount
     ) -> ParameterCount:
         """Return a rate times `parameters`; `of_experts` of them have the experts' rate."""
         per_parameter: float = getattr(self.rates, rate)

@@ -6,7 +6,6 @@ one returns gradients after the last backward. OrchMLLM (arXiv 2503.23830) balan
 run time; a plan knows all sizes before.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -33,18 +32,6 @@ class EncoderPlacement(StrEnum):
         return "in the pipeline" if self is EncoderPlacement.PIPELINE else self.value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleTimes:
-    """Predicted forward + backward time of a sample in an encoder, linear in two features."""
-
-    item_ms: float
-    square_ms: float  # per sum of squared items over images and frames: full attention
-
-    def ms(self, items: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Return times of samples in ms, in the features' shape."""
-        return self.item_ms * items + self.square_ms * squares
-
-
 class DataParallelEncoders(Frozen):
     """Settings of data-parallel encoders; tables are by encoder."""
 
@@ -52,18 +39,11 @@ class DataParallelEncoders(Frozen):
     items_per_pass: dict[str, Count]  # max per encoder pass; a single sample may exceed it
     kept_items: dict[str, _Items]  # max per step and rank with kept activations; others: recompute
     item_ms: dict[str, _Ms]  # predicted forward + backward time, to balance shares
-    square_ms: dict[str, _Ms] = written_unless({})  # per squared item, at native resolution
+    square_ms: dict[str, _Ms] = written_unless({})
+    """Per sum of squared items over images and frames, of encoders that take whole samples."""
     # Neighbouring ranks (Megatron's order) that shard encoder state, an aligned block. They run
     # equally many passes, perhaps empty, as each gathers weights.
     sharded: Count = 1
-
-    @property
-    def sample_times(self) -> dict[str, SampleTimes]:
-        """Times to balance undivided samples, by encoder that takes them."""
-        return {
-            name: SampleTimes(item_ms=self.item_ms[name], square_ms=square_ms)
-            for name, square_ms in self.square_ms.items()
-        }
 
 
 def takes_whole_samples(model: ModelConfig) -> list[str]:

@@ -205,16 +205,17 @@ class SampleItems:
         Cached: `pipeline`, int64 [rows], must be the same.
         """
         # A search repeats a few sizes, always with the same `pipeline`.
-        times = dp_encoders.sample_times[name]
+        item_ms, square_ms = dp_encoders.item_ms[name], dp_encoders.square_ms[name]
         unit_ms = unit_of_time(dp_encoders.item_ms, dp_encoders.square_ms)
-        sizes = pipelines, ranks_of_pipeline, times, unit_ms
+        sizes = pipelines, ranks_of_pipeline, item_ms, square_ms, unit_ms
         if sizes not in self._dealt:
             items, squares = self.items[self.rows.samples], self.squares[self.rows.samples]
+            times_ms = item_ms * items + square_ms * squares
             self._dealt[sizes] = deal_samples(
                 pipeline[self.row],
                 items,
                 squares,
-                weights_of(times.ms(items, squares), unit_ms) if unit_ms else items,
+                weights_of(times_ms, unit_ms) if unit_ms else items,
                 pipelines=pipelines,
                 ranks_of_pipeline=ranks_of_pipeline,
             )

@@ -162,15 +162,6 @@ class LevelFit:
         return bisect_min_fitting(fit, low, high)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LevelSets:
-    """Fitting sets, and optimistic sets that bound their times."""
-
-    fitting: RecomputeSets
-    optimistic: RecomputeSets  # sets that bound all fitting sets; equal to them if `complete`
-    complete: bool  # whether all minimal sets are included
-
-
 def useful_sets(
     table: MemoryTable,
     counts: np.ndarray,
@@ -179,21 +170,22 @@ def useful_sets(
     max_sets: float = np.inf,
     *,
     same_at_levels: bool = False,
-) -> LevelSets:
-    """Return sets of possible stages that fit, Pareto-minimal by time; none if a stage never fits.
+) -> tuple[RecomputeSets, RecomputeSets]:
+    """Return sets of possible stages that fit, Pareto-minimal by time (none if a stage never fits),
+    and optimistic sets that bound them: the same object if all minimal sets are included.
 
     Args:
         counts: [stages, kinds].
         extreme_ms: recompute times per layer, [extremes, levels * layer kinds]. Every micro-batch's
             times are a non-negative combination of these rows.
-        max_sets: max grid cells per stage; the result is `complete` if every cell is a point.
+        max_sets: max grid cells per stage; all sets are included if every cell is a point.
         same_at_levels: whether recomputed layers are equal at all levels.
     """
     if table.levels > 1 and not (table.others_kept_bytes.any() or same_at_levels):
         # Without other micro-batches in flight, levels do not share memory.
         combined = _combine_levels(table, counts, extreme_ms, memory_cap_bytes)
         if np.bincount(combined.stage, minlength=1).max() <= max_sets:
-            return LevelSets(fitting=combined, optimistic=combined, complete=True)
+            return combined, combined
     fit = LevelFit.build(table, counts, memory_cap_bytes, same_at_levels=same_at_levels)
     stage = np.flatnonzero(fit.holds(np.arange(len(counts)), fit.held))
     held, low = fit.held[stage], np.zeros_like(fit.held[stage])
@@ -207,7 +199,7 @@ def useful_sets(
     at_near, near_fits = _minimize_column(fit, stage[row], near, last, high[row])
     if (near == far).all():
         sets = _sort_sets(fit, stage[row][near_fits], at_near[near_fits], extreme_ms)
-        return LevelSets(fitting=sets, optimistic=sets, complete=True)
+        return sets, sets
     at_far, far_fits = _minimize_column(fit, stage[row], far, last, high[row])
     rows = np.concatenate([row[near_fits], row[far_fits]])
     fitting = np.concatenate([at_near[near_fits], at_far[far_fits]])
@@ -215,11 +207,8 @@ def useful_sets(
     # Sets of a cell have at least the near corner's counts, and in the last column at least the min
     # found at the far corner.
     bounds = np.where(np.arange(far.shape[1]) == last[:, None], at_far, near)
-    return LevelSets(
-        fitting=_sort_sets(fit, stage[rows], fitting, extreme_ms),
-        optimistic=_sort_sets(fit, stage[row][far_fits], bounds[far_fits], extreme_ms),
-        complete=False,
-    )
+    optimistic = _sort_sets(fit, stage[row][far_fits], bounds[far_fits], extreme_ms)
+    return _sort_sets(fit, stage[rows], fitting, extreme_ms), optimistic
 
 
 def _combine_levels(
@@ -230,9 +219,8 @@ def _combine_levels(
         stage=np.arange(len(counts)), layers=np.zeros((len(counts), 0), np.int64)
     )
     for level, of_level in enumerate(np.split(extreme_ms, table.levels, axis=1)):
-        sets = useful_sets(
-            table.of_level(level), counts, of_level[of_level.any(axis=1)], memory_cap_bytes
-        ).fitting
+        extremes = of_level[of_level.any(axis=1)]
+        sets, _ = useful_sets(table.of_level(level), counts, extremes, memory_cap_bytes)
         # Sets are sorted by stage: repeat each combination for its stage's range of them.
         first = np.searchsorted(sets.stage, np.arange(len(counts) + 1))
         row, place = expand_ranges(first[combined.stage], np.diff(first)[combined.stage])

@@ -44,8 +44,8 @@ class Timeline:
 
     def of_step(self, step: int) -> "Timeline":
         """Return one row (a step, or a rank of a step) of a batched timeline."""
-        return Timeline(
-            schedule=self.schedule,
+        return replace(
+            self,
             start_ms={kind: values[step] for kind, values in self.start_ms.items()},
             end_ms={kind: values[step] for kind, values in self.end_ms.items()},
             finish_ms=self.finish_ms[step],
@@ -261,21 +261,12 @@ def simulate_ranks(
     return rows.simulate(np.repeat(before_ms, rows.stages, axis=1))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderBlock:
-    """Time of data-parallel encoders on all stages of a rank, with exchanges and waits."""
-
-    rank: int
-    label: str
-    start_ms: float
-    end_ms: float
-
-
 def encoder_blocks(
     timeline: Timeline, times: StageTimes, workload: Workload
-) -> Iterator[EncoderBlock]:
-    """Yield encoder times before the first forward and after the last backward; `timeline` is from
-    `simulate_ranks`."""
+) -> Iterator[tuple[int, str, float, float]]:
+    """Yield rank, label, start and end in ms of data-parallel encoders on all stages of a rank,
+    with exchanges and waits: before the first forward and after the last backward. `timeline` is
+    from `simulate_ranks`."""
     if times.waits_ms is None:
         return
     for rank, finish_ms in enumerate(timeline.finish_ms):
@@ -283,8 +274,7 @@ def encoder_blocks(
         phases = ("forward", 0.0, before_ms), ("backward", float(finish_ms.max()), after_ms)
         for phase, start_ms, ms in phases:
             if ms > 0:
-                label, end_ms = f"encoders {phase}", start_ms + ms
-                yield EncoderBlock(rank=rank, label=label, start_ms=start_ms, end_ms=end_ms)
+                yield rank, f"encoders {phase}", start_ms, start_ms + ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

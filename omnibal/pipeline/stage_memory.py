@@ -370,7 +370,8 @@ def build_table(
     once = [_largest_bytes(cost, "shared_bytes", passes.largest)]
     once.append(cost.expert_peer_bytes * cost.of_experts)
     once += [
-        buffer.bytes * np.isin([*cost.units], [*buffer.kinds]) for buffer in cost.library_buffers
+        buffer_bytes * np.isin([*cost.units], [*kinds])
+        for buffer_bytes, kinds in cost.library_buffers
     ]
     return MemoryTable(
         kinds=cost.kinds,

@@ -247,12 +247,12 @@ def stage_choices(
         same_at_levels=problem.same_at_levels,
     )
     options = []
-    for of_kind in (sets.fitting, sets.optimistic):
+    for of_kind in sets:
         # Sets are sorted by kind of run: repeat each run for its range of them.
         first = np.searchsorted(of_kind.stage, np.arange(len(counts) + 1))
         row, place = expand_ranges(first[kind], np.diff(first)[kind])
         options.append(recompute_options(problem, stage, chosen[row], of_kind.layers[place]))
-    return options[0], options[1], sets.complete
+    return options[0], options[1], sets[0] is sets[1]
 
 
 def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> StageOptions:

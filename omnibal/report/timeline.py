@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from omnibal.job.plan_files import PlanFiles
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import EncoderBlock, Timeline, encoder_blocks, simulate_ranks
+from omnibal.pipeline.simulate import Timeline, encoder_blocks, simulate_ranks
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 from omnibal.report.drawing import COLOURS, WIDE, add_legend, label_rows, new_figure, style
@@ -42,7 +42,7 @@ def timeline_figure(files: PlanFiles) -> PageFigure:
     all_ranks = simulate_ranks(times, workload, plan.schedule)
     blocks = encoder_blocks(all_ranks, times, workload)
     micro_batches = int((workload.dp_rank == 0).sum())
-    timeline, encoding = all_ranks.of_step(0), [block for block in blocks if block.rank == 0]
+    timeline, encoding = all_ranks.of_step(0), [ends_ms for rank, _, *ends_ms in blocks if not rank]
     figure = new_figure(WIDE, 90 + 30 * len(timeline.finish_ms))
     draw_step(figure.subplots(), timeline, micro_batches, encoding)
     add_legend(figure, columns=6)
@@ -63,18 +63,18 @@ def draw_step(
     axes: Axes,
     timeline: Timeline,
     micro_batches: int,
-    encoding: Sequence[EncoderBlock] = (),
+    encoding: Sequence[Sequence[float]] = (),
     recompute_ms: np.ndarray | None = None,
     end_ms: float | None = None,
 ) -> None:
     """Draw a row of passes for every stage, with idle time as empty space.
 
-    `recompute_ms`, [micro-batches, parts], is drawn as a part of each backward. The axis ends with
-    the step by default.
+    `encoding` has starts and ends of encoders in ms. `recompute_ms`, [micro-batches, parts], is
+    drawn as a part of each backward. The axis ends with the step by default.
     """
     schedule = timeline.schedule
     if end_ms is None:
-        end_ms = max([float(timeline.step_ms), *(block.end_ms for block in encoding)])
+        end_ms = max([float(timeline.step_ms), *(encoded_ms for _, encoded_ms in encoding)])
     bar = partial(axes.barh, height=0.8, edgecolor=COLOURS["paper"], linewidth=0.6)
     for kind, all_start_ms in timeline.start_ms.items():
         for part in range(all_start_ms.shape[1]):
@@ -90,10 +90,10 @@ def draw_step(
             for index in np.flatnonzero(took_ms >= _NUMBERED_SHARE * end_ms):
                 middle_ms = start_ms[index] + took_ms[index] / 2
                 axes.text(middle_ms, stage, str(index), **_NUMBER)
-    for block in encoding:
-        stages, took_ms = range(schedule.stages), block.end_ms - block.start_ms
+    for begin_ms, encoded_ms in encoding:
+        stages, took_ms = range(schedule.stages), encoded_ms - begin_ms
         label, colour = "data-parallel encoders", COLOURS["teal"]
-        bar(stages, took_ms, left=block.start_ms, facecolor=colour, label=label)
+        bar(stages, took_ms, left=begin_ms, facecolor=colour, label=label)
     axes.set(xlim=(0, end_ms), xlabel="ms")
     label_rows(axes, [f"stage {stage}" for stage in range(schedule.stages)])
 

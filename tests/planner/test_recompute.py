@@ -59,7 +59,7 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
         again = all_layers(cost.kinds, counts)
         low, high = table.peak_bytes(counts, again), table.peak_bytes(counts, 0 * counts)
         cap = rng.uniform(0.9 * low.min(), high.max())
-        useful = useful_sets(table, counts, extreme_ms, cap).fitting
+        useful, _ = useful_sets(table, counts, extreme_ms, cap)
         for stage in range(len(counts)):
             sets = list(product(*(range(number + 1) for number in counts[stage, layers])))
             held = np.tile(counts[stage], (len(sets), 1))

@@ -8,7 +8,6 @@ import pytest
 from length_cases import lengths_of
 
 from omnibal.data.native_resolution import Segments, sizes_of
-from omnibal.model.data_parallel_encoders import SampleTimes
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.packing.balance import load_bound
@@ -78,9 +77,6 @@ def test_samples_of_equal_pipelines_all_stay() -> None:
     assert np.bincount(rank, weight).max() == 9
 
 
-TIMES = SampleTimes(item_ms=0.02, square_ms=1e-5)
-
-
 def dealt_case(
     rng: np.random.Generator, groups: int, pipelines: int, of_pipeline: int
 ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], DealtSamples]:
@@ -89,7 +85,7 @@ def dealt_case(
     pipeline = np.sort(rng.integers(0, groups * pipelines, count))
     squares = items**2 // rng.integers(1, 4, count)
     dealt = deal_samples(
-        pipeline, items, squares, weights_of(TIMES.ms(items, squares), 1e-6),
+        pipeline, items, squares, weights_of(0.02 * items + 1e-5 * squares, 1e-6),
         pipelines=pipelines, ranks_of_pipeline=of_pipeline,
     )  # fmt: skip
     return (pipeline, items, squares), dealt
