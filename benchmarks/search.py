@@ -196,7 +196,6 @@ def add_rows(table: Table, size: tuple[int, int, int], lengths: Lengths) -> None
                 f"{seconds:.2f}",
                 f"{len(np.unique(sampled_steps(workload).step))} of "
                 f"{len(np.unique(workload.step))}",
-                f"{result.simulated}",
                 f"{result.step_ms / result.lower_bound_ms - 1:.1e}",
                 f"{result.step_ms:,.1f}",
                 f"{searched_ms:,.1f}",
@@ -225,7 +224,7 @@ def level_workload(
 
 def level_table(lengths: Lengths) -> Table:
     table = Table(title="Packs of several levels; costs counted, not measured")
-    columns = "levels", "stages", "shares", "cap GiB", "proof", "seconds", "simulated", "gap", "ms"
+    columns = "levels", "stages", "shares", "cap GiB", "proof", "seconds", "gap", "ms"
     for column in columns:
         table.add_column(column, justify="right")
     model, cluster = load_model("llama3.1-70b"), load_cluster("h100-80g")
@@ -248,7 +247,6 @@ def level_table(lengths: Lengths) -> Table:
                 f"{cap_bytes / GIB:.1f}",
                 "yes" if prove else "no",
                 f"{seconds:.2f}",
-                f"{result.simulated}",
                 f"{result.gap:.1e}",
                 f"{result.step_ms:,.0f}",
             )
@@ -331,7 +329,7 @@ def main() -> None:
         Console(width=120).print(level_table(lengths))
         return
     table = Table(title="Simulated step times in ms; costs counted, not measured")
-    columns = ("layers", "packs", "cap GiB", "seconds", "steps", "simulated", "gap", "search")
+    columns = ("layers", "packs", "cap GiB", "seconds", "steps", "gap", "search")
     for column in (*columns, "all steps", "steady state", "gain"):
         table.add_column(column, justify="right")
     lengths = make_lengths("internvl", 60_000, seed=0)

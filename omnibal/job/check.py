@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_plan
-from omnibal.job.plan_data import model_of_lengths
+from omnibal.job.plan_data import model_of_lengths, packs_of_steps
 from omnibal.job.plan_files import PlanFiles, iterate_portions, make_job, read_plan_data
 from omnibal.job.plan_portions import count_through_run, portion_of_step, read_portion
 from omnibal.job.planner import check_memory, predict_memories, predict_plan, scale_prediction
@@ -509,7 +509,7 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     in_order = (step_up > 0) | (step_up == 0) & (rank_up > 0) | same_rank & (slot_up > 0)
     _refuse_rows(~in_order, "is out of order", "rows are sorted by step, dp_rank and slot")
     if plan.levels:
-        context = _context_sizes(plan, packs)
+        context = np.array([level.context for level in plan.levels])[packs.level]
         _refuse_rows(
             rank % context != 0,
             "does not begin a context-parallel group",
@@ -536,11 +536,6 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     mixed = (epoch_change < 0) | ((step_up == 0) & (epoch_change > 0))
     _refuse_rows(mixed, "is of another epoch", "a step has one epoch, and epochs count up")
     return f"steps, ranks and slots are complete for data-parallel size {ranks}"
-
-
-def _context_sizes(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
-    """Return the context-parallel size of every pack, int64 [packs]."""
-    return np.array([level.context for level in plan.pack_levels])[packs.level]
 
 
 def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
@@ -586,8 +581,7 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     if data.micro_batches_per_step != slots:
         found = f"must be {slots}: {data.packs_per_step} packs_per_step over {ranks} ranks"
         raise _data_error("micro_batches_per_step", data.micro_batches_per_step, found)
-    # A shared pack counts once for each rank.
-    sizes = np.bincount(packs.step, weights=_context_sizes(plan, packs)).astype(np.int64)
+    sizes = packs_of_steps(packs, plan.pack_levels)
     epoch_of_step = packs.epoch[np.searchsorted(packs.step, np.arange(len(sizes)))]
     others = np.bincount(epoch_of_step[sizes != data.packs_per_step], minlength=1)
     # With levels, steps may be kept from a plan with other context sizes, so counts may differ.

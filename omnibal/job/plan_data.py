@@ -330,11 +330,15 @@ class StreamData(_SingleLevelData):
 PlanData = SampleData | StreamData | MockData
 
 
+def packs_of_steps(packs: ScheduledPacks, levels: Sequence[Level]) -> np.ndarray:
+    """Return packs of every step over all ranks; a shared pack counts for each. int64 [steps]"""
+    context = np.array([level.context for level in levels])[packs.level]
+    return np.bincount(packs.step, weights=context).astype(np.int64)
+
+
 def max_packs_of_step(packs: ScheduledPacks, levels: Sequence[Level]) -> tuple[int, int]:
     """Return the max packs per step over all ranks, and per rank."""
-    # A shared pack counts once for each of its ranks.
-    context = np.array([level.context for level in levels])[packs.level]
-    return int(np.bincount(packs.step, weights=context).max()), int(packs.slot.max()) + 1
+    return int(packs_of_steps(packs, levels).max()), int(packs.slot.max()) + 1
 
 
 def _check_lengths(lengths: Lengths, epochs: int, model: ModelConfig) -> None:

@@ -118,7 +118,7 @@ def search_parts(task: SplitTask, effort: float = 1.0, *, max_cuts: float = np.i
     problem, cost, cap_bytes = PartProblem.build(task), task.cost, task.memory_cap_bytes
     # The search counts memory in heavy passes only. If a stage of the result exceeds the cap in
     # another pass, repeat with its cap lowered by the same factor.
-    best, simulated, caps_bytes = None, 0, np.full(task.stages, cap_bytes)
+    best, caps_bytes = None, np.full(task.stages, cap_bytes)
     for _ in range(_MAX_TIGHTENINGS):
         search = _Search(
             problem=problem,
@@ -127,7 +127,6 @@ def search_parts(task: SplitTask, effort: float = 1.0, *, max_cuts: float = np.i
             max_in_vain=math.ceil(effort * _MAX_VAIN_RESTARTS),
         )
         search.run(best)
-        simulated += search.simulated
         best = search.best
         if best is None:
             break
@@ -143,7 +142,6 @@ def search_parts(task: SplitTask, effort: float = 1.0, *, max_cuts: float = np.i
                 stages_at=stages_at,
                 step_ms=step_ms,
                 lower_bound_ms=min(min_work_ms(problem), step_ms),
-                simulated=simulated,
             )
         caps_bytes = caps_bytes * np.minimum(cap_bytes / peaks, 1)
         pairs = zip(problem.numbers, caps_bytes.tolist(), strict=True)
@@ -213,7 +211,6 @@ class _Search:
     max_in_vain: int
     best: CutCandidate | None = None
     best_ms: float = np.inf
-    simulated: int = 0
     # Step times, infinite without a fit, or lower bounds of candidates that were not simulated.
     found_ms: dict[CutCandidate, float] = field(default_factory=dict)
 
@@ -315,7 +312,6 @@ class _Search:
             return found_ms
         step_ms = problem.simulator.step_ms(rows_of(terms, picked), rows_of(once, picked))
         found_ms[chosen[picked]] = step_ms
-        self.simulated += len(picked)
         self.work_left -= problem.simulator.operations * len(picked)
         if step_ms.min() < self.best_ms:
             self.best_ms = float(step_ms.min())

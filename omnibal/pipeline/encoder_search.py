@@ -104,7 +104,7 @@ def search_encoders(
     fits."""
     choices = _make_choices(problem, effort)
     best: tuple[DataParallelEncoders, SearchResult] | None = None
-    proven_ms, simulated = _first_bounds_ms(problem, choices, effort), 0
+    proven_ms = _first_bounds_ms(problem, choices, effort)
     is_open = np.ones(len(choices), bool)
     for searches in range(_MAX_SEARCHES):
         if best is not None and searches >= effort * _MAX_SEARCHES:
@@ -120,7 +120,6 @@ def search_encoders(
             proven_ms[number] = np.inf
         else:
             proven_ms[number] = search.lower_bound_ms
-            simulated += search.simulated
             if search.step_ms < best_ms:
                 best = choice.dp_encoders, search
         for other in np.flatnonzero(is_open):
@@ -130,7 +129,7 @@ def search_encoders(
         raise _no_placement_error(problem)
     dp_encoders, search = best
     lower_bound_ms = min(float(proven_ms.min()), search.step_ms)
-    return dp_encoders, replace(search, lower_bound_ms=lower_bound_ms, simulated=simulated)
+    return dp_encoders, replace(search, lower_bound_ms=lower_bound_ms)
 
 
 def estimate_placement(

@@ -65,7 +65,6 @@ class SearchResult:
     stages_at: tuple[tuple[Stage, ...], ...]  # stages with their recomputed layers at each level
     step_ms: float  # simulated step time, mean over the sampled steps
     lower_bound_ms: float  # proven bound over all splits and recompute sets; `step_ms` if optimal
-    simulated: int  # number of simulated candidates
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -118,7 +117,7 @@ def _finish_search(
         lower_bound_ms = search.prove(effort * (MAX_WORK if complete else MAX_DESCENT_WORK))
     else:
         lower_bound_ms = min_slowest_ms(problem.structure)
-    best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
+    best, best_ms = search.best_options, search.best_ms
     if not complete:
         # Descend through recompute sets near the best split's.
         for _ in range(_MAX_CHANGES):
@@ -126,7 +125,6 @@ def _finish_search(
             choices = replace(search.choices, fitting=options, optimistic=options)
             near = SplitSearch(problem, choices, search.cuts)
             near.descend()
-            simulated += near.simulated
             if near.best_ms >= best_ms * (1 - MIN_SPLIT_GAIN):
                 break
             best, best_ms = near.best_options, near.best_ms
@@ -135,12 +133,10 @@ def _finish_search(
             choices = replace(search.choices, fitting=search.choices.optimistic)
             optimistic = SplitSearch(problem, choices, search.cuts, best_ms)
             lower_bound_ms = optimistic.prove(effort * MAX_WORK)
-            simulated += optimistic.simulated
     return SearchResult(
         stages_at=_stages_at(problem, best),
         step_ms=best_ms,
         lower_bound_ms=min(lower_bound_ms, best_ms),
-        simulated=simulated,
     )
 
 

@@ -73,7 +73,6 @@ class SplitSearch:
         self.choices = choices
         self.options = options = choices.fitting
         self.kept = [np.arange(len(of_stage)) for of_stage in options]
-        self.simulated = 0
         self.work = 0.0
         self.best_ms = best_ms
         self.best = np.zeros(problem.task.stages, np.int64)
@@ -105,7 +104,6 @@ class SplitSearch:
         pairs = zip(choices.fitting, self.best_options, strict=True)
         choices = replace(choices, fitting=[options.including(best) for options, best in pairs])
         search = SplitSearch(self.problem, choices, self.cuts, self.best_ms)
-        search.simulated = self.simulated
         for stage, best in enumerate(self.best_options):
             search.best[stage] = choices.fitting[stage].place(best)
         return search
@@ -177,7 +175,6 @@ class SplitSearch:
         if not len(chosen):
             return
         self.seen.update(splits[i].tobytes() for i in chosen)
-        self.simulated += len(chosen)
         self.work += _SIMULATED_WORK * len(chosen) * self.problem.simulator.operations
         step_ms = self.problem.simulator.step_ms(
             *self.problem.structure.layout.split_terms(terms[chosen])
