@@ -15,11 +15,7 @@ from typing import Any
 import numpy as np
 
 from omnibal.base.arrays import rows_of
-from omnibal.pipeline.operation_graph import (
-    held_in_passes,
-    listed_micro_batches,
-    schedule_graph,
-)
+from omnibal.pipeline.operation_graph import held_in_passes, listed_micro_batches, schedule_graph
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.workload import Workload
 

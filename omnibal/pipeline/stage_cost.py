@@ -12,11 +12,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.units import ENCODER_WAITS_MS, unit_names
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.stage_units import Stage
-from omnibal.pipeline.unit_runs import (
-    count_ends,
-    stage_units,
-    unit_counts,
-)
+from omnibal.pipeline.unit_runs import count_ends, stage_units, unit_counts
 from omnibal.pipeline.workload import Workload
 
 

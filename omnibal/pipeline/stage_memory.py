@@ -32,13 +32,7 @@ from omnibal.pipeline.passes import (
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.stage_units import Stage
-from omnibal.pipeline.unit_runs import (
-    UnitRun,
-    count_ends,
-    counts_of_runs,
-    layer_kinds,
-    unit_runs,
-)
+from omnibal.pipeline.unit_runs import UnitRun, count_ends, counts_of_runs, layer_kinds, unit_runs
 from omnibal.pipeline.workload import Workload
 
 GIB = 1024**3  # bytes
