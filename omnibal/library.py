@@ -22,13 +22,13 @@ from omnibal.model.config import Precision, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import TargetName, trainer_of
+from omnibal.model.targets import TARGETS, TargetName, trainer_of
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.simulate import StepTimes, simulate_levels
 from omnibal.search.goal import Free, Goal, Samples
 from omnibal.search.planning import Planned, plan
-from omnibal.trainers.export.directory import Export, export_of
+from omnibal.trainers.export.directory import EXPORTS, Export, export_input, make_export
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launch_settings import Finding, Launch
 from omnibal.trainers.lint.line import line_of
@@ -145,8 +145,10 @@ def export_plan(
     if name is None:
         raise UserError(f"trainer is not given: choose from {', '.join(TargetName)}")
     _check_choice("trainer", name, list(TargetName))
-    source = None if data is None else Path(data)
-    made = export_of(files, TargetName(name), source, folder, workers)
+    target, source = TargetName(name), None if data is None else Path(data)
+    made = make_export(
+        export_input(files, TARGETS[target], source, folder, workers), EXPORTS[target]
+    )
     made.write()
     return made
 

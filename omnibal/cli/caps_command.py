@@ -26,12 +26,7 @@ class SearchOptions:
         Literal["time", "paper"], typer.Option(help="min time per sample, or the paper's")
     ] = "time"
     samples: Annotated[int, shared.count_option("min samples to pack")] = SEARCH_SAMPLES
-    processes: Annotated[
-        int | None,
-        shared.count_option(
-            "parallel worker processes (default: usable cores)", most=shared.MOST_PROCESSES
-        ),
-    ] = None
+    processes: shared.ProcessesOption = None
 
 
 def caps(

@@ -39,7 +39,7 @@ def export(
     """Export a plan for another trainer, with its command."""
     from omnibal.data.external_lengths import cached_folder
     from omnibal.job.check import open_plan
-    from omnibal.trainers.export.directory import export_of
+    from omnibal.trainers.export.directory import EXPORTS, export_input, make_export
 
     check_new_folder(to)  # check paths before reading the data, which takes long
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
@@ -53,7 +53,8 @@ def export(
         raise UserError(f"the plan has no other trainer; name it by --for: {', '.join(TargetName)}")
     with status("reading the data"):
         [*released] = hub_ids().get(files.plan.model.name, [])  # the first id goes into commands
-        made = export_of(files, name, data, to, workers, *released[:1])
+        given = export_input(files, TARGETS[name], data, to, workers, *released[:1])
+        made = make_export(given, EXPORTS[name])
     with status("writing"):
         made.write()
     print_notes(made.exported.deviations, prefix="not as planned: ")

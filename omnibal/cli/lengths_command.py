@@ -73,12 +73,7 @@ class ImageSizeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolOptions:
-    processes: Annotated[
-        int | None,
-        shared.count_option(
-            "parallel worker processes (default: usable cores)", most=shared.MOST_PROCESSES
-        ),
-    ] = None
+    processes: shared.ProcessesOption = None
     engine: Annotated[
         Literal["local", "ray"], typer.Option(help="processes here, or a Ray cluster")
     ] = "local"

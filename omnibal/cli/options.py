@@ -71,6 +71,11 @@ NeededMaxTilesOption = Annotated[
     int | None, count_option("max image tiles per pack (required with tiles)")
 ]
 ProviderOption = Annotated[config.Provider, typer.Option(help="local, or Transformer Engine")]
+ProcessesOption = Annotated[
+    int | None,
+    count_option("parallel worker processes (default: usable cores)", most=MOST_PROCESSES),
+]
+RunOption = Annotated[Path | None, typer.Option(help="run directory (--save) with measured times")]
 SeedOption = Annotated[int, count_option("random seed of packs and order", most=MAX_SEED, least=0)]
 MemoryOption = Annotated[
     float | None,

@@ -15,7 +15,7 @@ from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
 from omnibal.cli.help_groups import given_options
 from omnibal.cli.mixing import MixtureOption, draw_mixture
-from omnibal.cli.trainer_options import StrategyOptions, cost_of_limits, notes_for
+from omnibal.cli.trainer_options import StrategyOptions, cost_of_limits, notes_for_trainer
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import model_notes
 from omnibal.job.plan import MAX_EPOCHS, Plan
@@ -276,7 +276,7 @@ def plan(
     rates = planning.rates_of_steps(goal, planned, ConsoleListener())
     slow = filter(None, [slow_reading(planned.prediction)])
     notes = [*model_notes(given.model), *_step_notes(planned, rates), *slow]
-    print_notes([*notes, *notes_for(strategy.target, planned.result)])
+    print_notes([*notes, *notes_for_trainer(planned.result)])
     limits = cost_of_limits(strategy, data.packing, goal, planned)
     _print_plan(as_json, planned, rates, limits)
 
@@ -347,7 +347,7 @@ def _make_goal(
     placements = partition.placements(is_free=free_sizes is not None)
     if partition.encoder != EncoderPlacement.DATA_PARALLEL and not job.model.encoders:
         placements = (EncoderPlacement.PIPELINE,)
-    is_by_tokens = strategy.target is not None and strategy.target.packs.tokens_alone
+    is_by_tokens = job.trainer.packs.tokens_alone
     goal_data = data.goal_data(job.model, strategy.samples_per_step, packed_by_tokens=is_by_tokens)
     # Only the search splits and recomputes jointly; baselines of the literature take first layers.
     is_joint = partition.method is PartitionMethod.OMNIBAL

@@ -9,16 +9,14 @@ from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.command_tables import misprediction_table, replan_facts, replan_summary
 from omnibal.cli.console import ConsoleListener, print_result
-from omnibal.cli.options import DirectoryArgument, JsonOption, count_option, size_option
+from omnibal.cli.options import DirectoryArgument, JsonOption, RunOption, count_option, size_option
 from omnibal.model.parallel import MAX_DEVICES
 
 
 def replan(
     directory: DirectoryArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
-    run: Annotated[
-        Path | None, typer.Option(help="run directory (--save) with measured times")
-    ] = None,
+    run: RunOption = None,
     gpus: Annotated[int | None, size_option("number of GPUs (default: the plan's)")] = None,
     nodes: Annotated[int | None, size_option("number of whole nodes, instead of --gpus")] = None,
     after: Annotated[

@@ -9,7 +9,7 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result
-from omnibal.cli.options import DirectoryArgument, JsonOption
+from omnibal.cli.options import DirectoryArgument, JsonOption, RunOption
 from omnibal.job.plan import plan_files
 from omnibal.job.runlog import EVALUATION_FILE, RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE
 from omnibal.report.table import Facts, Table
@@ -21,9 +21,7 @@ if TYPE_CHECKING:  # the page imports matplotlib
 def report(
     directory: DirectoryArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write")],
-    run: Annotated[
-        Path | None, typer.Option(help="run directory (--save) with measured times")
-    ] = None,
+    run: RunOption = None,
     replay: Annotated[
         Path | None, typer.Option(help="replay directory (-o of tools/replay.py)")
     ] = None,

@@ -8,7 +8,7 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.cli.console import ConsoleListener, print_notes, progress
 from omnibal.cli.options import count_option, size_option
-from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
+from omnibal.model.targets import TargetName
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.planner import PlanResult
@@ -35,21 +35,15 @@ class StrategyOptions:
     ] = None
     compare: Annotated[bool, typer.Option(help="cost of the limits of --for")] = True
 
-    @property
-    def target(self) -> TrainerConstraints | None:
-        return None if self.made_for is None else TARGETS[self.made_for]
 
-
-def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[str]:
-    """Return notes on training a plan in `target`, empty if None."""
+def notes_for_trainer(result: "PlanResult") -> list[str]:
+    """Return notes on training a plan in another trainer, empty for this project's."""
     import numpy as np
 
-    if target is None:
-        return []
     notes = []
-    if target.name is TargetName.XTUNER and result.plan.model.encoders:
+    if result.plan.made_for is TargetName.XTUNER and result.plan.model.encoders:
         notes.append(f"WARNING: {_IMAGES_LOST}")
-    if result.data is not None and result.plan.data is not None:
+    if result.plan.made_for and result.data is not None and result.plan.data is not None:
         data = result.plan.data
         size = int(np.bincount(result.data[0].step).max())  # packs of the fullest step
         if size < data.packs_per_step:
@@ -76,9 +70,9 @@ def cost_of_limits(
         without_trainer,
     )
 
-    trainer, result = options.target, planned.result
+    trainer, result = goal.job.trainer, planned.result
     summary: dict[str, Any] = {"made_for": options.made_for}
-    if trainer is None or not options.compare:
+    if trainer.name is None or not options.compare:
         return summary
     print_notes(["planning without the trainer's limits, to compare"])
     try:

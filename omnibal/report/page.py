@@ -55,14 +55,12 @@ def write_report(
         info, records = _read_plan_run(plan, run_directory)
         run = summarise_run(records, plan.parallel.world_size, info.provider)
         causes = split_measured_step(files, run, records)
-    replay = None
-    fake_stages: tuple[FakeStage, ...] = ()
-    if replay_directory is not None and is_fake_replay(replay_directory):
+    replay, fake_stages = None, tuple[FakeStage, ...]()
+    is_fake = replay_directory is not None and is_fake_replay(replay_directory)
+    if replay_directory is not None and is_fake:
         FAKE_REPLAY_FILES.identity_of(replay_directory, plan_sha256(plan))
         fake_stages = read_fake_stages(replay_directory, plan)
-    if replay_directory is not None and (
-        not is_fake_replay(replay_directory) or (replay_directory / INFO_FILE).exists()
-    ):
+    if replay_directory and not (is_fake and not (replay_directory / INFO_FILE).exists()):
         if files.data is None:
             raise UserError(f"a plan without steps has no replay: give that of {replay_directory}")
         replay = read_replay(replay_directory, plan, files.cost, files.workload)

@@ -9,7 +9,7 @@ from omnibal.base.files import atomic_directory
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import check_same_data
 from omnibal.job.plan_files import PlanFiles
-from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints, trainer_of
+from omnibal.model.targets import TargetName, TrainerConstraints, trainer_of
 from omnibal.packing.next_fit import largest_first
 from omnibal.trainers.export import megatron_bridge, megatron_lm, ms_swift, xtuner
 from omnibal.trainers.export.exported import Exported, ExportInput
@@ -53,25 +53,6 @@ class Export:
             (folder / RUN_PAGE).write_text(page, encoding="utf-8")
 
 
-def export_of(
-    files: PlanFiles,
-    name: TargetName,
-    data: Path | None,
-    folder: Path,
-    workers: int,
-    checkpoint: str = "",
-) -> Export:
-    """Return a plan's files for a trainer, not yet written.
-
-    Without `data`, files that name samples are left out. Every rank has `workers` loader processes.
-
-    Raises:
-        UserError: the trainer cannot express the plan, or `data` is not the planned data.
-    """
-    given = export_input(files, TARGETS[name], data, folder.absolute(), workers, checkpoint)
-    return make_export(given, EXPORTS[name])
-
-
 def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -> Export:
     """Return a trainer's files, not yet written, with deviations and notes of all trainers."""
     exported, expected, data = export(given), Expected.count(given), given.plan.data
@@ -93,7 +74,13 @@ def export_input(
     workers: int = 0,
     checkpoint: str = "",
 ) -> ExportInput:
-    """Return the plan with its data. Raises as `export_of`."""
+    """Return the plan with its data.
+
+    Without `data`, files that name samples are left out. Every rank has `workers` loader processes.
+
+    Raises:
+        UserError: the trainer cannot express the plan, or `data` is not the planned data.
+    """
     # Before the data is read, which may take long.
     obstacle = next(obstacles(files.plan, files.data, target), None)
     if obstacle is not None:
@@ -112,7 +99,7 @@ def export_input(
         target=target,
         order=order,
         annotations=annotations,
-        folder=folder,
+        folder=folder.absolute(),
         workers=workers,
         checkpoint=checkpoint,
     )

@@ -18,10 +18,9 @@ _BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment",
 _DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")
 # ms-swift's programs, with defaults for all sizes: their lines may have no known flag.
 _SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?:sft|pt|rlhf)\b")
-_SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
-_LOONGFORGE_FLAGS = {"custom-pipeline-layers", _SPLIT_BY_CHUNK, "custom-pipeline-recompute-layers"}
+_LOONGFORGE_FLAGS = {name for name in known.FIELDS if name.startswith("custom-")}
 # Flags whose values must be known.
-_NEEDED_FLAGS = (*known.FIELDS, *known.LENGTHS, *known.FROZEN, _SPLIT_BY_CHUNK)
+_NEEDED_FLAGS = (*known.FIELDS, *known.LENGTHS, *known.FROZEN)
 
 
 def read_launch(
@@ -87,8 +86,7 @@ def _is_launch(command: ScriptCommand) -> bool:
     if command.words[0] in ("echo", "printf"):
         return False
     names = set(map(known.canonical, known.read_flags(command.words)))
-    has_flag = not names.isdisjoint((*known.FIELDS, _SPLIT_BY_CHUNK))
-    return has_flag or _SWIFT.search(" ".join(command.words)) is not None
+    return not names.isdisjoint(known.FIELDS) or _SWIFT.search(" ".join(command.words)) is not None
 
 
 def _check_values_known(by_name: Mapping[str, str | None]) -> None:
@@ -145,9 +143,7 @@ def _read_fields(settings: Mapping[str, str | None]) -> dict[str, object]:
         if name in known.FIELDS:
             field, read = known.FIELDS[name]
             fields[field] = read(f"--{name}", text)
-    if _SPLIT_BY_CHUNK in given:
-        numbers = known.read_numbers(f"--{_SPLIT_BY_CHUNK}", given[_SPLIT_BY_CHUNK])
-        fields |= {"layers_by_stage": numbers, "is_by_chunk": True}
+    fields["is_by_chunk"] = known.SPLIT_BY_CHUNK in given
     if known.is_on(given.get("recompute-activations", "false")):
         fields["recompute"] = "selective"
     if known.is_on(given.get("recompute-all", "false")):

@@ -138,6 +138,7 @@ def _read_layout(name: str, text: str | None) -> str | tuple[tuple[str, ...], ..
     return tuple(split_words(inner) for inner in re.findall(r"\[([^\[\]]*)\]", text))
 
 
+SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
 Read = Callable[[str, str | None], Any]
 # Field of `Launch` and reader of each flag.
 FIELDS: Mapping[str, tuple[str, Read]] = {
@@ -156,6 +157,7 @@ FIELDS: Mapping[str, tuple[str, Read]] = {
     "num-layers-in-last-pipeline-stage": ("last_layers", _read_whole),
     "pipeline-model-parallel-layout": ("layout", _read_layout),
     "custom-pipeline-layers": ("layers_by_stage", read_numbers),
+    SPLIT_BY_CHUNK: ("layers_by_stage", read_numbers),
     "account-for-embedding-in-pipeline-split": ("account_for_embedding", _read_switch),
     "account-for-loss-in-pipeline-split": ("account_for_loss", _read_switch),
     "recompute-granularity": ("recompute", _read_one_of("full", "selective")),

@@ -245,14 +245,13 @@ class Verdict:
         """Predict a line, and search for better stages, if flags can express them."""
         line = predict_line(line_job)
         finding = memory_finding(line_job, line)
-        if line_job.line.launch.launcher not in _LAYER_FLAGS:
-            return cls(line_job=line_job, line=line, finding=finding, better=None, least=None)
+        has_flags = line_job.line.launch.launcher in _LAYER_FLAGS
         return cls(
             line_job=line_job,
             line=line,
             finding=finding,
-            better=better_split(line_job, line),
-            least=None if finding is None else least_recompute(line_job),
+            better=better_split(line_job, line) if has_flags else None,
+            least=least_recompute(line_job) if has_flags and finding is not None else None,
         )
 
     @property
