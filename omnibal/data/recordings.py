@@ -7,6 +7,7 @@ windows every 10 ms, floored 8 decades below the clip's maximum, then scaled to 
 Shapes: C clips, S samples of a clip, F frames, W samples of a window, Q frequencies, B mel bins.
 """
 
+import io
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,19 +57,15 @@ class Duration:
 
 def read_duration(recording: AudioFile) -> Duration:
     """Return the header's duration. BadFile if truncated: the last sample is decoded too."""
-    with _open_sound(recording) as sound:
-        _check_sound(sound)
-        duration = Duration(sound.frames, sound.samplerate)
+    with _open_sound(recording) as (sound, is_cut):
         try:
             sound.seek(sound.frames - 1)
             has_end = len(sound.read(1)) > 0
         except soundfile.LibsndfileError as error:
             raise BadFile(_TRUNCATED) from error
-    with recording.open() as file:
-        wav = _find_wav_data(file)
-    if not has_end or (wav is not None and wav.is_cut):
-        raise BadFile(_TRUNCATED)
-    return duration
+        if is_cut or not has_end:
+            raise BadFile(_TRUNCATED)
+        return Duration(sound.frames, sound.samplerate)
 
 
 def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
@@ -77,8 +74,7 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
     from scipy.signal import resample_poly
 
     waves_CS = np.zeros((len(wanted), frames * SAMPLES_PER_FRAME), np.float32)
-    with _open_sound(recording) as sound:
-        _check_sound(sound)
+    with _open_sound(recording) as (sound, _):
         common = gcd(RATE_HZ, sound.samplerate)
         up, down = RATE_HZ // common, sound.samplerate // common
         reach = -(-_FILTER_REACH * max(up, down) // up) + 1
@@ -100,14 +96,20 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
 
 
 @contextmanager
-def _open_sound(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
+def _open_sound(recording: AudioFile) -> Iterator[tuple[soundfile.SoundFile, bool]]:
+    """Yield a supported recording, and whether it is a WAV that ends before its data does."""
     try:
         with bad_file_errors(), recording.open() as file:
             wav = _find_wav_data(file)
             file.seek(0)
-            given = _SizeUnknown(file, wav.start - 4) if wav and wav.is_unfinished else file
+            given: BinaryIO = file
+            if wav is not None and wav.is_unfinished:
+                content = bytearray(file.read())
+                content[wav.start - 4 : wav.start] = b"\xff" * 4  # unknown size: decode all data
+                given = io.BytesIO(content)
             with soundfile.SoundFile(given) as sound:
-                yield sound
+                _check_sound(sound)
+                yield sound, wav is not None and wav.is_cut
     except soundfile.LibsndfileError as error:
         # `str(error)` would begin with the address of the file object.
         raise BadFile(f"cannot be read ({error.error_string}); {REPLACE_REMEDY}") from error
@@ -153,21 +155,6 @@ def _find_wav_data(file: BinaryIO) -> _WavData | None:
             return _WavData(start, is_cut, is_behind and not length and start < size)
         file.seek(length + length % 2, 1)  # chunks are 2-byte aligned
     return None
-
-
-class _SizeUnknown:
-    """WAV file whose data size, at `place`, reads as unknown, so that all data is decoded."""
-
-    def __init__(self, file: BinaryIO, place: int) -> None:
-        self._file, self._place = file, place
-        self.seek, self.tell = file.seek, file.tell
-
-    def read(self, count: int) -> bytes:
-        start = self._file.tell()
-        content = bytearray(self._file.read(count))
-        for place in range(max(self._place - start, 0), min(self._place + 4 - start, len(content))):
-            content[place] = 0xFF
-        return bytes(content)
 
 
 def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:
