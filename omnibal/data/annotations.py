@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
@@ -26,7 +26,6 @@ from omnibal.base.arrays import rows_of
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import read_json_model, real_path
-from omnibal.base.frozen import Frozen
 from omnibal.data.data_index import DataFile, DataIndex, Holds
 from omnibal.data.forms import Naming
 from omnibal.data.messages import InvalidRecordError, Medium
@@ -54,13 +53,10 @@ _RECORD_NOUNS: dict[Holds, str] = {
 _MAX_REPEATS = 10_000  # more is a mistake, and would fill memory with indices
 
 
-class SourceMeta(Frozen):
+class SourceMeta(Naming):
     annotation: str | None = None  # or `file_name`, `shards` or `energon`
     file_name: str | None = None  # record file of LLaMA-Factory
-    formatting: Literal["alpaca", "sharegpt", "openai"] | None = None
     ranking: bool = False  # preference data, which is refused
-    columns: dict[str, str] = Field(default={})  # LLaMA-Factory's key names, as are `tags`
-    tags: dict[str, str] = Field(default={})
     shards: str | None = None  # pattern of tar or Parquet shards
     energon: str | None = None  # folder of an Energon dataset
     root: str | None = None  # folder of media files
@@ -95,12 +91,9 @@ class SourceMeta(Frozen):
         return folder / (self.root or self.energon or Path(self.shards or "").parent)
 
     @property
-    def naming(self) -> Naming | None:
-        """Key names of a LLaMA-Factory source."""
-        if self.file_name is None:
-            return None
-        is_alpaca = self.formatting in (None, "alpaca")  # LLaMA-Factory's default
-        return Naming(alpaca=is_alpaca, columns=self.columns, tags=self.tags)
+    def names(self) -> dict[str, Any] | None:
+        """Key and role names of a LLaMA-Factory source, else None."""
+        return None if self.file_name is None else self.model_dump(include={"columns", "tags"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,7 +242,7 @@ class Annotations:
             keys += [_hash_count_inputs(part, source, root) for part in parts]
             # Without data_augment, which changes no length and is checked by the trainer.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
-            names = [] if entry.naming is None else [entry.naming.model_dump()]
+            names = [] if entry.names is None else [entry.names]
             digest.update(json.dumps([name, entry.repeat_time, sha256, *limit, *names]).encode())
         if not sum(map(len, chosen)):
             raise UserError(f"{meta_path}: leaves no sample; raise a repeat_time or add a source")
@@ -308,8 +301,8 @@ class Annotations:
             record = json.loads(content)
             if not isinstance(record, dict):
                 raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
-            if source.meta.naming is not None:
-                record = source.meta.naming.rename_keys(record)
+            if source.meta.file_name is not None:
+                record = source.meta.rename_keys(record)
             return read_record(
                 record,
                 media,
@@ -383,8 +376,8 @@ def _open_source(
     below: Path | None,
 ) -> tuple[_Source, list[RecordIndex]]:
     """Return a source and the records of its files."""
-    if entry.naming is not None:
-        entry.naming.check(name)
+    if entry.file_name is not None:
+        entry.check_names(name)
     if entry.in_file is not None:
         shards = [Shard(remote.named_from(folder, entry.in_file, cache))]
     elif entry.energon is not None:
@@ -429,7 +422,7 @@ def _hash_count_inputs(index: RecordIndex, source: _Source, root: Path) -> bytes
         *(str(index.path.absolute()), str(root)),
         hashlib.sha256(index.digest).hexdigest(),
         *(source.name, meta.max_dynamic_patch),
-        None if meta.naming is None else meta.naming.model_dump(),
+        meta.names,
     )
     return hashlib.sha256(json.dumps(inputs).encode()).digest()
 

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -115,13 +115,18 @@ _TAGS = {
 class Naming(Frozen):
     """Key and role names of a dataset, in the terms of LLaMA-Factory."""
 
-    alpaca: bool = Field(default=False, exclude=True)  # whether the formatting is "alpaca"
+    formatting: Literal["alpaca", "sharegpt", "openai"] | None = None  # None: alpaca
     columns: dict[str, str] = Field(default={})  # key in the records by column
     tags: dict[str, str] = Field(default={})  # key or role in the messages by tag
 
-    def check(self, where: str) -> None:
+    @property
+    def _text_keys(self) -> dict[str, str]:
+        """Keys of a record's texts by column; none for a list of messages."""
+        return _ALPACA_KEYS if self.formatting in (None, "alpaca") else {}
+
+    def check_names(self, where: str) -> None:
         """Raise UserError, at `where`, on unknown columns or tags."""
-        texts = _ALPACA_KEYS if self.alpaca else ("messages",)
+        texts = self._text_keys or ("messages",)
         tables = (
             ("columns", self.columns, (*texts, *_NAMED_COLUMNS)),
             ("tags", self.tags, ("role_tag", "content_tag", *_TAGS)),
@@ -138,8 +143,8 @@ class Naming(Frozen):
             if key not in record:
                 raise InvalidRecordError(f'lacks "{key}", which is named as its {column}')
             del renamed[key]
-        names = _ALPACA_KEYS if self.alpaca else {}
-        renamed |= {names.get(column, column): record[key] for column, key in self.columns.items()}
+        texts = self._text_keys
+        renamed |= {texts.get(column, column): record[key] for column, key in self.columns.items()}
         key = "messages" if "messages" in self.columns else "conversations"
         if isinstance(renamed.get(key), list):
             messages = renamed.pop(key)
