@@ -26,7 +26,7 @@ from omnibal.base.arrays import rows_of
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import read_json_model, real_path
-from omnibal.data.data_index import DataFile, DataIndex, Holds
+from omnibal.data.data_index import DataIndex, Holds
 from omnibal.data.forms import Naming
 from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.parquet_rows import ParquetRow, RowPlace, is_rows
@@ -394,7 +394,7 @@ def _open_source(
             holds = "rows"
         elif entry.in_file is not None:
             holds = "array" if is_array(path) else "lines"
-        indexes = index.find_records([DataFile(shard, holds) for shard in shards])
+        indexes = index.find_records(shards, holds)
     except OSError as error:
         raise UserError(
             f"{error.filename or path}: cannot be read ({error.strerror}); restore the file"

@@ -26,34 +26,7 @@ _TITLE, _FORM = b"omnibal data index ", b"1"
 _INDEX_NOUN = "an index of `omnibal lengths`, which keeps there where samples are"
 _ENTRY_HEAD = struct.Struct("<IQ")
 
-
-Holds = Literal["lines", "array", "rows", "shard"]
-
-
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """File with records and its format."""
-
-    shard: Shard  # a tar shard, or another file without Energon's metadata
-    holds: Holds
-
-    @property
-    def path(self) -> Path:
-        return self.shard.path
-
-    def index(self) -> RecordIndex:
-        """Return the positions of the file's records, from reading it. Raises UserError."""
-        if self.holds == "shard":
-            return index_shard(self.shard)
-        readers = {"lines": index_lines, "array": index_array, "rows": index_rows}
-        return readers[self.holds](self.path)
-
-    def key(self, version: str) -> bytes:
-        """Return the SHA-256 of all inputs of the index: path, version, format and shard."""
-        is_shard = self.holds == "shard"
-        of_shard = (self.shard.samples, sorted(self.shard.excluded)) if is_shard else ()
-        inputs = (str(self.path.absolute()), version, self.holds, *of_shard)
-        return hashlib.sha256(json.dumps(inputs).encode()).digest()
+Holds = Literal["lines", "array", "rows", "shard"]  # format of a file with records
 
 
 @contextmanager
@@ -86,8 +59,8 @@ class DataIndex:
         records, _ = RecordLog(path, _TITLE, _FORM).read(_INDEX_NOUN)
         return cls(known=_split_keys(records), complete=path)
 
-    def find_records(self, files: Sequence[DataFile]) -> list[RecordIndex]:
-        """Return positions by file. Raises OSError or UserError, as if `complete` lacks one."""
+    def find_records(self, files: Sequence[Shard], holds: Holds) -> list[RecordIndex]:
+        """Return positions by file. Raises OSError or UserError, as if `complete` lacks a file."""
         indexes: dict[int, RecordIndex] = {}
         try:
             versions = versions_of([file.path for file in files]) if self.known else []
@@ -96,34 +69,44 @@ class DataIndex:
                 raise
             versions = []  # reading reports it
         for number, version in enumerate(versions):
-            key = files[number].key(version)
+            key = _hash_file(files[number], holds, version)
             if key in self.known:
                 indexes[number] = _decode_index(self.known[key], files[number].path, version)
-        left = [number for number in range(len(files)) if number not in indexes]
+        left = [(number, file, holds) for number, file in enumerate(files) if number not in indexes]
         if left and self.complete is not None:
             raise UserError(
-                f"{self.complete}: knows nothing of {files[left[0]].path} as it is now"
+                f"{self.complete}: knows nothing of {left[0][1].path} as it is now"
                 f"{f', nor of {len(left) - 1} more files' if left[1:] else ''}; run `omnibal "
                 "lengths` on this data with --data-index"
             )
-        tasks = [(number, files[number]) for number in left]
         title = "finding samples, by files"
         with (
             (self.progress if len(left) > 1 else _show_nothing)(title, len(left)) as advance,
-            closing(self.pool.map_unordered(_index_file, tasks, len(left))) as results,
+            closing(self.pool.map_unordered(_index_file, left, len(left))) as results,
         ):
             for number, index in results:
                 indexes[number] = index
                 if self.log is not None:
-                    key = files[number].key(index.version)
+                    key = _hash_file(files[number], holds, index.version)
                     self.log.append(key + _encode_index(index))
                 advance(1)
         return [indexes[number] for number in range(len(files))]
 
 
-def _index_file(task: tuple[int, DataFile]) -> tuple[int, RecordIndex]:
-    number, file = task
-    return number, file.index()
+def _index_file(task: tuple[int, Shard, Holds]) -> tuple[int, RecordIndex]:
+    """Return a file's number and the positions of its records, from reading it."""
+    number, file, holds = task
+    if holds == "shard":
+        return number, index_shard(file)
+    readers = {"lines": index_lines, "array": index_array, "rows": index_rows}
+    return number, readers[holds](file.path)
+
+
+def _hash_file(file: Shard, holds: Holds, version: str) -> bytes:
+    """Return the SHA-256 of all inputs of a file's index: path, version, format and shard."""
+    of_shard = (file.samples, sorted(file.excluded)) if holds == "shard" else ()
+    inputs = (str(file.path.absolute()), version, holds, *of_shard)
+    return hashlib.sha256(json.dumps(inputs).encode()).digest()
 
 
 def _split_keys(records: Sequence[memoryview]) -> dict[bytes, memoryview]:
