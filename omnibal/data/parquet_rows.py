@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,20 +51,6 @@ class RowPlace:  # a row of a file
 
 
 @dataclass(frozen=True, slots=True)
-class HeldContent:  # opener of a file stored in a row
-    place: RowPlace
-    columns: tuple[str, ...]
-    index: int  # among the files stored in `columns`
-
-    def __str__(self) -> str:
-        return f"row {self.place.number + 1}, {self.columns[0]} {self.index + 1}"
-
-    def __call__(self) -> BinaryIO:
-        """Read the row again, and open the file's bytes; raises OSError and UserError."""
-        return io.BytesIO(_list_contents(self.place.values(), self.columns)[self.index])
-
-
-@dataclass(frozen=True, slots=True)
 class ParquetRow(RecordMedia):
     """Record of a row, whose media are stored in it or named."""
 
@@ -96,8 +82,11 @@ class ParquetRow(RecordMedia):
     def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
         kind, columns = _STORED_COLUMNS.get(medium, (ImageFile, ()))
         count = len(_list_contents(self.values, columns))
-        contents = [HeldContent(self.place, columns, index) for index in range(count)]
-        return tuple(kind(self.place.path, str(content), opener=content) for content in contents)
+        row, name = self.place, f"row {self.place.number + 1}, {medium}"
+        return tuple(
+            kind(row.path, f"{name} {at + 1}", opener=partial(_open_content, row, columns, at))
+            for at in range(count)
+        )
 
 
 def is_rows(path: Path) -> bool:
@@ -139,6 +128,11 @@ def _read_group(path: Path, version: str, group: int) -> pa.Table:
 
 def _may_store_files(column: str) -> bool:
     return any(column in columns for _, columns in _STORED_COLUMNS.values())
+
+
+def _open_content(row: RowPlace, columns: tuple[str, ...], index: int) -> BinaryIO:
+    """Read a row again, and open a file stored in `columns`; raises OSError and UserError."""
+    return io.BytesIO(_list_contents(row.values(), columns)[index])
 
 
 def _list_contents(values: dict[str, Any], columns: tuple[str, ...]) -> list[bytes]:

@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -53,7 +53,8 @@ class StoredFile:
     name: str | None = None  # member name in the shard, None for a separate file
     offset: int = 0  # byte offset in the shard
     size: int = 0  # bytes in the shard, 0 for a separate file
-    opener: Callable[[], BinaryIO] | None = None  # opens a file stored in a row, otherwise None
+    # Opens a file stored in a row, whose place is in `name`.
+    opener: Callable[[], BinaryIO] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return str(self.path) if self.name is None else f"{self.path}: {self.name}"
