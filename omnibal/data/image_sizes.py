@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.base.arrays import expand_ranges
+
 # Image or video: frame groups (1 for an image), and tokens per group.
 IMAGE = np.dtype([("times", "<i4"), ("tokens", "<i4")])
 
@@ -33,9 +35,8 @@ class ImageSizes:
 
     def take(self, rows: np.ndarray) -> "ImageSizes":
         counts, ends = self.counts[rows], np.cumsum(self.counts)
-        return ImageSizes(
-            images=self.images[numbers_of_runs(ends[rows] - counts, counts)], counts=counts
-        )
+        _, chosen = expand_ranges(ends[rows] - counts, counts)
+        return ImageSizes(images=self.images[chosen], counts=counts)
 
     def pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens of samples' images and frame groups, and their number per sample, int64."""
@@ -56,14 +57,3 @@ class ImageSizes:
     def _sums(self, of_images: np.ndarray) -> np.ndarray:
         sums, ends = np.append(0, np.cumsum(of_images)), np.cumsum(self.counts)
         return sums[ends] - sums[ends - self.counts]
-
-
-def numbers_of_runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return concatenated ranges of `counts` numbers from `starts`.
-
-    Example:
-        >>> numbers_of_runs(np.array([4, 0]), np.array([2, 3])).tolist()
-        [4, 5, 0, 1, 2]
-    """
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)

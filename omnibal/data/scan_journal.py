@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from omnibal.base.arrays import expand_ranges
 from omnibal.base.record_log import RecordLog
 from omnibal.data.annotations import Annotations
-from omnibal.data.image_sizes import IMAGE, ImageSizes, numbers_of_runs
+from omnibal.data.image_sizes import IMAGE, ImageSizes
 
 _COUNTS = ["tiles", "clips", "tokens", "loss_tokens"]
 # Scanned sample: annotation index and counts.
@@ -75,9 +76,9 @@ class ScanJournal:
         order = np.argsort(records_of_samples, kind="stable")
         ascending, wanted = records_of_samples[order], read.rows["index"]
         first, stop = (np.searchsorted(ascending, wanted, side) for side in ("left", "right"))
-        row = np.repeat(np.arange(len(read)), stop - first)
+        row, place = expand_ranges(first, stop - first)
         rows = read.rows[row]
-        rows["index"] = order[numbers_of_runs(first, stop - first)]
+        rows["index"] = order[place]
         repeated = Counted(rows=rows, image_sizes=read.image_sizes.take(row))
         stored = sum(_SAMPLES_HEAD.unpack_from(record)[1] for record in records)
         return cls(

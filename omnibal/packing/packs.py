@@ -9,11 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnibal.base.arrays import rows_of
+from omnibal.base.arrays import expand_ranges, rows_of
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
 from omnibal.data.columns import Columns, no_items
-from omnibal.data.image_sizes import numbers_of_runs
 from omnibal.data.lengths import Lengths
 from omnibal.model.encoders import ITEM_FEATURES
 
@@ -59,7 +58,9 @@ class Packs:
 
     def take(self, order: np.ndarray) -> "Packs":
         counts = np.diff(self.offsets)[order]
-        return Packs.from_counts(self.samples[numbers_of_runs(self.offsets[order], counts)], counts)
+        return Packs.from_counts(
+            self.samples[expand_ranges(self.offsets[order], counts)[1]], counts
+        )
 
     @staticmethod
     def join(parts: Sequence["Packs"]) -> "Packs":

@@ -14,6 +14,7 @@ from typing import Self
 
 import numpy as np
 
+from omnibal.base.arrays import expand_ranges
 from omnibal.data.lengths import Lengths
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, nodes_of_groups
@@ -201,8 +202,7 @@ class StepShares:
         # Cut every run at the borders of embedding ranks' parts: [G] runs -> [pieces].
         first = np.searchsorted(borders, row_start, "right") - 1
         pieces = np.searchsorted(borders, row_stop, "left") - first
-        run = np.repeat(np.arange(len(pieces)), pieces)
-        part = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + first[run]
+        run, part = expand_ranges(first, pieces)
         start = np.maximum(row_start[run], borders[part])
         size = np.minimum(row_stop[run], borders[part + 1]) - start
         # Process groups sort ranks by global rank, encoding groups by pipeline: number -> place.

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 
 from megatron.vlm.inputs.batch import Borders, borders_of
 from megatron.vlm.inputs.pack_share import PackShare, ShareLayout
-from omnibal.data.image_sizes import numbers_of_runs
+from omnibal.base.arrays import expand_ranges
 from omnibal.model.levels import ContextExchange
 
 # Attention within one rank, as `attention.attend_packed`.
@@ -95,7 +95,7 @@ class _GatheredKeys(SharedAttention):
         in_divided = np.repeat(is_divided, runs)  # [runs]
         starts = np.repeat(layout.own_start - own.first, runs)
         counts = np.repeat(own.stop, runs)
-        chosen = by_place[numbers_of_runs(first_run[is_divided], runs[is_divided])]
+        chosen = by_place[expand_ranges(first_run[is_divided], runs[is_divided])[1]]
         starts[in_divided], counts[in_divided] = sent_row[chosen], divided.tokens[chosen]
         query_tokens, key_tokens = own.tokens.tolist(), own.stop.tolist()
         if layout.padding:
