@@ -16,7 +16,7 @@ import pyarrow as pa
 from omnibal.base.errors import UserError
 from omnibal.base.remote_path import RemotePath
 from omnibal.data.image_headers import image_size
-from omnibal.data.lengths import Lengths, check_positions, image_rule
+from omnibal.data.lengths import Lengths, check_positions
 from omnibal.data.native_resolution import Segments, image_segments, sizes_of
 from omnibal.data.stored_files import BadFile, ImageFile
 from omnibal.data.tiling import tile_count
@@ -89,7 +89,7 @@ def _count_items(
     check_positions(tokens, model, f"{where}: the sample")
     if not images:
         return 0, []
-    rule = image_rule(model)
+    rule = model.images
     if not model.takes_images and rule is None:
         raise UserError(f"{where} has {len(images)} image(s), {model.name} none; give its --model")
     segments, items = list[Segments](), 0

@@ -82,6 +82,32 @@ class LengthsOrigin(Frozen):
     chat_template: ChatTemplateName
     system_message: str | None
 
+    @classmethod
+    def of_model(
+        cls, model: ModelConfig, data_sha256: str = "", tokenizer_sha256: str = ""
+    ) -> "LengthsOrigin":
+        """Return the identity of a scan for a model."""
+        vision = model.vision if model.takes_images else None
+        audio = model.audio if model.takes_audio else None
+        return cls(
+            data_sha256=data_sha256,
+            tokenizer_sha256=tokenizer_sha256,
+            image_size=vision and vision.image_size,
+            tokens_per_tile=vision and vision.tokens_per_item,
+            tiling=model.tiling,
+            clips=audio and ClipSizes(frames=audio.frames, tokens_per_clip=audio.tokens_per_item),
+            images=model.images and model.images.image_rule,
+            chat_template=model.chat_template,
+            system_message=model.system_message,
+        )
+
+    @property
+    def tiles(self) -> str | None:
+        """Text of a tile's sizes, None without tiles."""
+        if self.image_size is None:
+            return None
+        return f"{self.image_size} pixels and {self.tokens_per_tile} tokens"
+
 
 def check_same_data(name: str, given: str, planned: str) -> None:
     """Raise UserError unless the SHA-256 of `name`, data or tokenizer, is the planned one."""
@@ -90,25 +116,6 @@ def check_same_data(name: str, given: str, planned: str) -> None:
             f"the plan was made for other data: {name} has sha256 {given[:12]}, the scanned one "
             f"{planned[:12]}; use that, or run `omnibal lengths` and `omnibal plan` on this"
         )
-
-
-def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
-    """Return the side in pixels and the tokens of a tile, both None without tiles."""
-    if not model.takes_images:
-        return None, None
-    return model.vision.image_size, model.vision.tokens_per_item
-
-
-def clip_sizes(model: ModelConfig) -> ClipSizes | None:
-    """Return frames and tokens of a clip, None without recordings."""
-    if not model.takes_audio:
-        return None
-    return ClipSizes(frames=model.audio.frames, tokens_per_clip=model.audio.tokens_per_item)
-
-
-def image_rule(model: ModelConfig) -> ImageRule | None:
-    """Return the model's native-resolution rule, None if absent."""
-    return model.images.image_rule if model.images is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

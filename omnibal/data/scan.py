@@ -22,14 +22,7 @@ from omnibal.base.worker_pool import LocalPool, Pool
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_sample, image_places, text_sha256
 from omnibal.data.image_headers import image_size
-from omnibal.data.lengths import (
-    Lengths,
-    LengthsOrigin,
-    check_positions,
-    clip_sizes,
-    image_rule,
-    tile_sizes,
-)
+from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions
 from omnibal.data.native_resolution import Segments, segments_of, shown_of, sizes_of
 from omnibal.data.recordings import read_duration
 from omnibal.data.sample import Sample
@@ -101,7 +94,8 @@ def scan_lengths(
             yield indices, annotations.take(indices)
 
     count = -(-len(left) // _SAMPLES_PER_TASK)
-    scanner = _Scanner(model, tokenizer, image_rule(model))
+    origin = LengthsOrigin.of_model(model, annotations.sha256, text_sha256(model, tokenizer))
+    scanner = _Scanner(model, tokenizer, origin.images)
     with closing(pool.map_unordered(scanner, tasks(), count)) as results:
         for good, others in results:
             parts.append(good)
@@ -128,7 +122,7 @@ def scan_lengths(
         loss_tokens=counts["loss_tokens"],
         source=annotations.source[indices],
         source_names=annotations.sources,
-        origin=_make_origin(annotations.sha256, model, tokenizer),
+        origin=origin,
         sample=indices if len(indices) < len(annotations) else None,
         image_sizes=sizes if is_native else None,
     )
@@ -137,8 +131,8 @@ def scan_lengths(
 
 def scan_key(model: ModelConfig, tokenizer: Tokenizer) -> str:
     """Return the SHA-256, in hex, of the settings that counts depend on."""
-    origin = _make_origin("", model, tokenizer).model_dump_json()
-    inputs = (VERSION, origin, model.language.max_positions)
+    origin = LengthsOrigin.of_model(model, "", text_sha256(model, tokenizer))
+    inputs = (VERSION, origin.model_dump_json(), model.language.max_positions)
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
@@ -255,21 +249,6 @@ def _apply_step(
         except UserError as error:
             mistakes[place] = str(error)
     return results
-
-
-def _make_origin(data_sha256: str, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:
-    image_size, tokens_per_tile = tile_sizes(model)
-    return LengthsOrigin(
-        data_sha256=data_sha256,
-        tokenizer_sha256=text_sha256(model, tokenizer),
-        image_size=image_size,
-        tokens_per_tile=tokens_per_tile,
-        tiling=model.tiling,
-        clips=clip_sizes(model),
-        images=image_rule(model),
-        chat_template=model.chat_template,
-        system_message=model.system_message,
-    )
 
 
 def _unique_messages(bad: Sequence[BadSample]) -> list[str]:

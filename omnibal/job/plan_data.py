@@ -8,15 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.data.lengths import (
-    Lengths,
-    LengthsOrigin,
-    check_positions,
-    clip_sizes,
-    draw_samples,
-    image_rule,
-    tile_sizes,
-)
+from omnibal.data.lengths import Lengths, LengthsOrigin, check_positions, draw_samples
 from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.job.filling import worth_filling
 from omnibal.job.job import JobSpec
@@ -443,17 +435,15 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
     """Return the model with the scan's chat template and tiling or pixels; raise if it differs."""
-    tower, rule, needed_rule = model.images, origin.images, image_rule(model)
+    of_model = LengthsOrigin.of_model(model)
+    tower, rule, needed_rule = model.images, origin.images, of_model.images
     if needed_rule is not None and rule is not None:
         pixels = {"min_pixels": rule.min_pixels, "max_pixels": rule.max_pixels}
         needed_rule = needed_rule.model_copy(update=pixels)
     settings = {  # of the scan and of the model
-        "tiles of": (
-            _tile_text(origin.image_size, origin.tokens_per_tile),
-            _tile_text(*tile_sizes(model)),
-        ),
+        "tiles of": (origin.tiles, of_model.tiles),
         "images at native resolution by": (rule, needed_rule),
-        "recordings in": (origin.clips, clip_sizes(model)),
+        "recordings in": (origin.clips, of_model.clips),
         "system_message": (origin.system_message, model.system_message),
     }
     for name, (scanned, needed) in settings.items():
@@ -468,10 +458,6 @@ def _match_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
         (name,) = (name for name, encoder in model.encoders.items() if encoder is tower)
         return model.with_tower(name, **pixels)
     return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
-
-
-def _tile_text(pixels: int | None, tokens: int | None) -> str | None:
-    return None if pixels is None else f"{pixels} pixels and {tokens} tokens"
 
 
 def _show_unlike(one: object, other: object) -> str:
