@@ -27,6 +27,7 @@ from omnibal.base.frozen import Count, Frozen
 from omnibal.base.outputs import check_files
 from omnibal.base.program import run_app
 from omnibal.data.lengths import Lengths, write_lengths
+from omnibal.data.mixture import split_by_weight
 from omnibal.data.tiling import tile_count
 from omnibal.model.encoders import TilingConfig
 
@@ -106,11 +107,8 @@ def make_lengths(mixture: MixtureName, samples: int, seed: int) -> Lengths:
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
     """Return integers proportional to the weights with sum `total`: largest remainder method."""
-    shares = np.array(weights, np.float64) * total / sum(weights)
-    counts = np.floor(shares).astype(np.int64)
-    largest_first = np.argsort(counts - shares, kind="stable")
-    counts[largest_first[: total - counts.sum()]] += 1
-    return counts.tolist()
+    unlimited = np.full(len(weights), np.inf)
+    return split_by_weight(total, np.array(weights, float), unlimited).astype(int).tolist()
 
 
 def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator) -> np.ndarray:

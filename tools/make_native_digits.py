@@ -37,16 +37,7 @@ PIECES = (
     *("<|image_pad|>", "<|video_pad|>"),
 )
 # Equal to Qwen3-VL's template for conversations without tools.
-TEMPLATE = (
-    "{%- macro written(content) %}{%- if content is string %}{{- content }}{%- else %}"
-    "{%- for part in content %}"
-    "{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{%- elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{%- elif 'text' in part %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}"
-    "{%- endmacro %}{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + written(message.content) + '<|im_end|>\\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+TEMPLATE = "".join(Path(__file__).with_name("native_digits.jinja").read_text("utf-8").splitlines())
 
 
 class NativeComposer(Composer):

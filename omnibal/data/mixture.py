@@ -79,7 +79,7 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
                 f"{int(seen.sum()):,}; leave samples out, or give weights and fewer epochs"
             )
     if weighted.any():
-        seen[weighted] = _split_by_weight(
+        seen[weighted] = split_by_weight(
             left, weight[weighted], _max_samples(mixture, available[weighted])
         )
     if not seen.any():
@@ -112,7 +112,7 @@ def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) ->
     return notes
 
 
-def _split_by_weight(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:
+def split_by_weight(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:
     """Return samples per source by weight, at most `most`, as whole numbers, [sources]."""
     # Sources above their limit are fixed there, and the others share the remainder again.
     share, free = np.zeros(len(weight)), np.ones(len(weight), bool)
