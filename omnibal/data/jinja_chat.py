@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from types import BuiltinMethodType, FunctionType
 from typing import Any
@@ -50,7 +50,7 @@ def render_chat(
 
     `pieces` are special tokens by their names in the template, such as "eos_token".
     """
-    chat.limits.rounds = chat.limits.characters = chat.limits.read = 0
+    chat.rounds = chat.characters = chat.read = 0
     return chat.template.render(
         messages=messages,
         tools=tools,
@@ -69,32 +69,32 @@ def packaged_template(name: str) -> "CompiledTemplate":
 @functools.lru_cache(maxsize=16)
 def compiled_template(template: str, path: str) -> "CompiledTemplate":
     """Compile a template with limits. Raise UserError, which names `path`, if it is not Jinja."""
-    limits = _RenderLimits()
+    chat = CompiledTemplate()
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        finalize=limits.output,
+        finalize=chat.output,
     )
     for name in _REMOVED:
         environment.filters.pop(name, None)
         environment.globals.pop(name, None)
     environment.filters = {
-        **{name: limits.limit(operation, name) for name, operation in environment.filters.items()},
-        _COUNT_ROUND: limits.count_round,
-        _JOIN: limits.join,
-        "tojson": limits.limit(_to_json, "tojson"),
+        **{name: chat.limit(operation, name) for name, operation in environment.filters.items()},
+        _COUNT_ROUND: chat.count_round,
+        _JOIN: chat.join,
+        "tojson": chat.limit(_to_json, "tojson"),
     }
-    environment.call = limits.limit(environment.call)  # type: ignore[method-assign]
+    environment.call = chat.limit(environment.call)  # type: ignore[method-assign]
     environment.intercepted_binops = frozenset(_OPERATORS)
-    environment.call_binop = limits.operate  # type: ignore[method-assign, assignment]
+    environment.call_binop = chat.operate  # type: ignore[method-assign, assignment]
     # No strftime_now, on purpose: tokens must not depend on the date.
     environment.globals["raise_exception"] = _stop_rendering
     try:
         # Like `from_string`, but with globals in a single table, which halves rendering time.
         code = environment.compile(_CountRuns().visit(environment.parse(template)))
-        rendered = jinja2.Template.from_code(environment, code, dict(environment.globals))
-        return CompiledTemplate(rendered, limits)
+        chat.template = jinja2.Template.from_code(environment, code, dict(environment.globals))
+        return chat
     except jinja2.TemplateSyntaxError as error:
         why = f"{error.message}, line {error.lineno}"
     except (RecursionError, SyntaxError, MemoryError):
@@ -102,18 +102,11 @@ def compiled_template(template: str, path: str) -> "CompiledTemplate":
     raise UserError(f"{path}: its chat template is not Jinja ({why}); restore the checkpoint's own")
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledTemplate:
-    """Compiled template, with the counters of its current rendering."""
-
-    template: jinja2.Template
-    limits: "_RenderLimits"
-
-
 @dataclass(slots=True)
-class _RenderLimits:
-    """Counters of a rendering, and operations that raise TemplateError beyond the limits."""
+class CompiledTemplate:
+    """Template, counters of its current rendering, and operations that keep to their limits."""
 
+    template: jinja2.Template = field(init=False)
     rounds: int = 0  # iterations, macro and block calls
     characters: int = 0  # written or joined
     read: int = 0  # characters read by filters and calls, or added by padding
@@ -199,7 +192,7 @@ _COUNT_ROUND, _JOIN = "_count_round", "_join"  # filters that templates cannot n
 
 
 class _CountRuns(NodeTransformer):
-    """Count runs of loops, macros and blocks, and what `~` joins, by filters of `_RenderLimits`."""
+    """Count runs of loops, macros and blocks, and text joined by `~`, by added filters."""
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:
         super().generic_visit(node, *arguments, **named)

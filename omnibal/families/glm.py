@@ -1,14 +1,12 @@
 """GLM-4.5V and 4.6V (arXiv 2507.01006): gated projector, and GLM-4.5-Air as language model."""
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.families.deepseek import SharedExpertsText
 from omnibal.families.hub_table import NoDropout
-from omnibal.families.vision import Side, VisionTable, WholeTable
-from omnibal.model.encoders import ImagesEncoder
+from omnibal.families.vision import Side, VisionTable
 
 
 class GlmVision(VisionTable):
@@ -24,11 +22,6 @@ class GlmVision(VisionTable):
     def parts(self) -> dict[str, Any]:
         side = self.image_size // self.patch_size
         return super().parts | {"learned_positions": side**2}
-
-    def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"{self.num_heads} heads must divide hidden_size {self.hidden_size}")
-        return super().encoder(whole, path)
 
 
 class GlmText(SharedExpertsText):

@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import PositiveInt
 
 from omnibal.families.processor import read_processor
-from omnibal.families.vision import LayersTable, WholeTable
+from omnibal.families.vision import LayersTable, Side, WholeTable
 from omnibal.model.encoders import ImagesEncoder, ImageText
 
 
@@ -23,27 +23,24 @@ class MoonVit(LayersTable):
     start: ClassVar[str] = "media_start"  # token before an image
 
     patch_size: PositiveInt = 14
-    merge_kernel_size: tuple[PositiveInt, PositiveInt] = (2, 2)
+    merge_kernel_size: Side = 2
     pos_emb_height: PositiveInt = 64
     pos_emb_width: PositiveInt = 64
     mm_hidden_size: PositiveInt | None = None
     text_hidden_size: PositiveInt | None = None
 
     def encoder(self, whole: KimiTable, path: Path) -> ImagesEncoder:
-        if self.merge_kernel_size[0] != self.merge_kernel_size[1]:
-            raise ValueError(f"merge_kernel_size {self.merge_kernel_size} must be a square")
         for width in (whole.projection_hidden_size, self.mm_hidden_size):
             if width not in (None, self.hidden_size):
                 raise ValueError(f"projector width {width} must be the tower's {self.hidden_size}")
-        fields = {**self.parts, "merge_size": self.merge_kernel_size[0]}
-        max_patches = read_processor(path, fields).max_image_patches or self.max_patches
+        max_patches = read_processor(path, self.parts).max_image_patches or self.max_patches
         text = ImageText(
             before=f"<|{self.start}|>image<|media_content|>",
             each="<|media_pad|>",
             after="<|media_end|>",
         )
         return ImagesEncoder(
-            **fields,
+            **self.parts,
             learned_positions=self.pos_emb_height * self.pos_emb_width,
             min_pixels=1,
             max_pixels=max_patches * self.patch_size**2,
