@@ -8,7 +8,6 @@ simumax/core/config.py. The output is the base's text up to its first table of r
 imported rates. Repeated shapes get their mean time.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -17,7 +16,7 @@ import typer
 from pydantic import ValidationError
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic, complaint, read_text
+from omnibal.base.files import atomic, complaint, read_json_model
 from omnibal.base.outputs import check_files
 from omnibal.base.program import run_app
 from omnibal.model.config import config_file, load_cluster, precision_rates_toml
@@ -184,11 +183,8 @@ def cluster_text(base: str, rates: Rates, source: str) -> str:
 
 def _read_tables(path: Path) -> dict[str, Any]:
     remedy = "give tables of SimuMax's system files, as JSON"
-    try:
-        tables = json.loads(read_text(path, remedy))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}; {remedy}") from error
-    if not isinstance(tables, dict) or not {"source", "device", "operations"} <= set(tables):
+    tables = read_json_model(dict[str, Any], path, remedy)
+    if not {"source", "device", "operations"} <= tables.keys():
         raise UserError(f"{path}: has no source, device and operations; {remedy}")
     return tables
 
