@@ -334,13 +334,8 @@ def join_lengths(parts: Sequence[Lengths]) -> Lengths:
 
 def length_files(paths: Sequence[Path]) -> list[Path]:
     """List the files that `read_lengths` reads, including files named in a meta JSON."""
-    named = [
-        named
-        for path in paths
-        if path.suffix == ".json" and path.is_file() and _is_meta(text := _read_lengths_text(path))
-        for named in _list_named_files(text, path).values()
-    ]
-    return [*paths, *named]
+    lists = [path for path in paths if path.suffix == ".json" and path.is_file()]
+    return [*paths, *(named for path in lists for named in _list_named_files(path).values())]
 
 
 def _check_item_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
@@ -378,11 +373,8 @@ def _read_lengths_file(path: Path) -> list[Lengths]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; make one with `omnibal lengths META -o {path}`")
     if path.suffix == ".json":
-        text = _read_lengths_text(path)
-        if not _is_meta(text):
-            return [_parse_public(text, path, path.stem)]
-        named = _list_named_files(text, path).items()
-        return [_parse_public(_read_lengths_text(file), file, name) for name, file in named]
+        named = _list_named_files(path) or {path.stem: path}
+        return [_parse_public(file, name) for name, file in named.items()]
     remedy = "a lengths file is .json, or Parquet as `omnibal lengths` makes it"
     columns = Columns.open(path, [*_TOKENS, "source"], remedy)
     names = columns.once(ITEM_FEATURES)
@@ -435,12 +427,11 @@ def _read_rows(columns: Columns, repeats: bool) -> np.ndarray | None:
     return sample
 
 
-def _is_meta(text: str) -> bool:
-    return text.lstrip().startswith("{")
-
-
-def _list_named_files(text: str, path: Path) -> dict[str, Path]:
-    """Return the length files that a meta JSON names, by source; relative to its folder."""
+def _list_named_files(path: Path) -> dict[str, Path]:
+    """Return the files that a meta JSON names, by source, from its folder; none of a list."""
+    text = _read_lengths_text(path)
+    if not text.lstrip().startswith("{"):
+        return {}
     entries = parse_json_model(
         dict[str, _MetaEntry],
         text,
@@ -457,11 +448,11 @@ def _read_lengths_text(path: Path) -> str:
     return read_text(path, "correct the path to the lengths, which are Parquet or .json")
 
 
-def _parse_public(text: str, path: Path, source_name: str) -> Lengths:
+def _parse_public(path: Path, source_name: str) -> Lengths:
     """Return lengths from OmniBal's public format. It has no loss tokens: all are 0."""
     records = parse_json_model(
         list[_Record],
-        text,
+        _read_lengths_text(path),
         str(path),
         'a lengths JSON is a list of {"vit_num", "token_num", "image_flags"} in whole numbers',
     )

@@ -75,11 +75,7 @@ class _OuterTable(WholeTable):
 
     def tiling(self, image_size: int, path: Path) -> TilingConfig:
         """Return the tiling of the image processor's file, or the default."""
-        processor = read_processor(path, {})
-        given = {
-            "min_dynamic_patch": processor.min_patches, "max_dynamic_patch": processor.max_patches
-        }  # fmt: skip
-        limits = {name: tiles for name, tiles in given.items() if tiles is not None}
+        limits = read_processor(path, {}).fields("min_dynamic_patch", "max_dynamic_patch")
         return TilingConfig(**limits, by_processor=has_chat_template(path.parent))
 
 

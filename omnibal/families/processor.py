@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import parse_json_model, read_json_model
@@ -37,25 +37,31 @@ class Processor(BaseModel):
     do_rescale: bool = True
     do_normalize: bool = True
     resample: int | None = None
-    rescale_factor: PositiveFloat = 1 / 255
-    image_mean: Colour | None = None
-    image_std: Colour | None = None
+    pixel_scale: PositiveFloat = Field(default=1 / 255, alias="rescale_factor")
+    pixel_mean: Colour | None = Field(default=None, alias="image_mean")
+    pixel_std: Colour | None = Field(default=None, alias="image_std")
     patch_size: PositiveInt | dict[str, PositiveInt] | None = None
     merge_size: PositiveInt | None = None
     temporal_patch_size: PositiveInt | None = None
     min_pixels: PositiveInt | None = None
     max_pixels: PositiveInt | None = None
     size: _ImageSize | PositiveInt | None = None
-    min_patches: PositiveInt | None = None  # tiles of an image (InternVL), like `max_patches`
-    max_patches: PositiveInt | None = None
+    # Tiles of an image (InternVL).
+    min_dynamic_patch: PositiveInt | None = Field(default=None, alias="min_patches")
+    max_dynamic_patch: PositiveInt | None = Field(default=None, alias="max_patches")
     in_token_limit: PositiveInt | None = None
     media_proc_cfg: _PatchLimit | None = None
 
-    @property
-    def area_limits(self) -> tuple[int | None, int | None]:
-        """Min and max pixels of an image or None; `min_pixels` and `max_pixels` override `size`."""
-        size = self.size if isinstance(self.size, _ImageSize) else _ImageSize()
-        return self.min_pixels or size.shortest_edge, self.max_pixels or size.longest_edge
+    @model_validator(mode="after")
+    def _take_area_of_size(self) -> "Processor":
+        if isinstance(self.size, _ImageSize):
+            self.min_pixels = self.min_pixels or self.size.shortest_edge
+            self.max_pixels = self.max_pixels or self.size.longest_edge
+        return self
+
+    def fields(self, *names: str) -> dict[str, Any]:
+        """Return the fields of an encoder or tiling that the file has."""
+        return self.model_dump(include={*names}, exclude_none=True)
 
     @property
     def side(self) -> int | None:

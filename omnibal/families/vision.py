@@ -98,15 +98,7 @@ def _processor_fields(config: Path, tower: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("do_rescale and do_normalize of the image processor must be true")
     if processor.resample not in (None, _PILLOW_BICUBIC):
         raise ValueError(f"resample {processor.resample} must be bicubic: {_PILLOW_BICUBIC}")
-    min_pixels, max_pixels = processor.area_limits
-    given = {
-        "min_pixels": min_pixels,
-        "max_pixels": max_pixels,
-        "pixel_mean": processor.image_mean,
-        "pixel_std": processor.image_std,
-        "pixel_scale": processor.rescale_factor,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    return processor.fields("min_pixels", "max_pixels", "pixel_mean", "pixel_std", "pixel_scale")
 
 
 def read_vision_language(
