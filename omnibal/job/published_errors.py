@@ -51,13 +51,10 @@ class PublishedErrors(Frozen):
         )
 
 
-class _Table(Frozen):
-    errors: tuple[PublishedErrors, ...]
-
-
 @lru_cache(maxsize=1)
 def _read_errors() -> tuple[PublishedErrors, ...]:
-    return read_toml_model(_Table, ERRORS_FILE, "install omnibal again").errors
+    tables = dict[str, tuple[PublishedErrors, ...]]
+    return read_toml_model(tables, ERRORS_FILE, "install omnibal again")["errors"]
 
 
 def device_name(cluster: ClusterConfig) -> str:

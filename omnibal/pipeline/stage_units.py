@@ -112,9 +112,10 @@ class Stage(Frozen):
         held = [span.layers for span in self.units if span.name == tower and span.layers]
         return range(held[0].start, held[-1].stop) if held else range(0)
 
-    def number_of_layers(self, tower: str) -> int:
-        """Return the stage's number of layers of a tower, in one run or several."""
-        return sum(len(span.layers) for span in self.units if span.name == tower and span.layers)
+    def number_of_layers(self, tower: str | None = None) -> int:
+        """Return the stage's number of layers of a tower, or of all, in one run or several."""
+        own = (span.layers for span in self.units if span.layers and tower in (None, span.name))
+        return sum(map(len, own))
 
     def recomputed_in(self, tower: str) -> tuple[int, ...]:
         """Return the recomputed layer indices of a tower."""
@@ -129,11 +130,6 @@ class Stage(Frozen):
     def parts(self) -> frozenset[str]:
         """Parts of the model with units in this stage."""
         return frozenset(span.part for span in self.units)
-
-    @property
-    def layer_count(self) -> int:
-        """Number of layers of all towers."""
-        return sum(len(span.layers) for span in self.units if span.layers)
 
     @property
     def recomputed_layers(self) -> int:

@@ -61,7 +61,7 @@ def all_cuts(model: ModelConfig, parts: int) -> list[tuple[Stage, ...]]:
     """Return every split of a model into parts with at least one layer."""
     units = range(1, len(unit_names(model)))
     every = (stages_from_cuts(model, cuts) for cuts in combinations(units, parts - 1))
-    return [parts for parts in every if all(part.layer_count for part in parts)]
+    return [parts for parts in every if all(part.number_of_layers() for part in parts)]
 
 
 def equal_steps(shape: tuple[int, int, int], features: np.ndarray, **columns) -> Workload:

@@ -168,7 +168,7 @@ def peaks_from_the_front(
     cost: CostModel, stages: tuple[Stage, ...], index: int, workload: Workload
 ) -> list[float]:
     """Return peak bytes of a stage for each number of layers recomputed from its front."""
-    numbers = range(stages[index].layer_count + 1)
+    numbers = range(stages[index].number_of_layers() + 1)
     every = [stage_memories(cost, [with_front(stages, index, n)], workload) for n in numbers]
     return [memories[index].peak_gib * GIB for memories in every]
 

@@ -222,7 +222,7 @@ def test_models_of_table_9(job: paper.Job, data: paper.Data):
     joint = predicted.stages(PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST, data.isf)
     joint_ms, bmp_ms, own_ms = (predicted.step_ms(stages, data.isf) for stages in (joint, bmp, own))
     assert joint_ms <= bmp_ms * 1.001
-    layers = [stage.layer_count for stage in joint]
+    layers = [stage.number_of_layers() for stage in joint]
     distance = np.abs(np.cumsum(layers) - np.cumsum(job.stage_layers)).max()
     assert distance <= 1 or joint_ms < own_ms
 

@@ -525,7 +525,7 @@ def test_bound_is_the_time_where_nothing_is_lost():
     features = np.tile(rng.uniform(1, 2, 5), (12, 1))
     workload = workload_of_a_step(features)
     split = stages_from_cuts(model, (3, 5, 9))
-    assert [stage.layer_count for stage in split] == [2, 2, 2, 2]
+    assert [stage.number_of_layers() for stage in split] == [2, 2, 2, 2]
     simulated = simulate_levels(free, [split], workload).step_ms.mean()
     assert min_step_ms(SplitTask(free, model, workload, 4)) == pytest.approx(simulated, rel=1e-9)
 

@@ -111,7 +111,7 @@ def test_recompute_of_each_variant(results):
     """Prevents a variant with another variant's recomputation."""
     for variant, result in results.items():
         for stage in result.plan.stages:
-            layers = stage.layer_count
+            layers = stage.number_of_layers()
             assert stage.recomputed_layers == (0 if variant is Variant.MEMORY else layers)
 
 

@@ -179,7 +179,7 @@ def _min_recompute_numbers(line_job: LineJob, encoders: int | None) -> list[int]
     """Return the min number of recomputed layers with which each stage fits, or None. [stages]"""
     job, schedule = line_job.job, line_job.schedule
     cost, stages = job.cost_of_all(line_job.levels), job.parallel.pipeline
-    layers = max(part.layer_count for part in line_job.parts)
+    layers = max(part.number_of_layers() for part in line_job.parts)
 
     @cache
     def fit(number: int) -> list[bool]:  # whether each stage fits its device, [stages]
