@@ -3,7 +3,6 @@
 `tools/replay.py --fake-device` writes a file per stage. Times are rooflines.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -181,14 +180,8 @@ def is_fake_replay(directory: Path) -> bool:
     return (directory / FAKE_REPLAY_FILES.info_file).exists()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Window:
-    """Consecutive micro-batches of a rank's step that contain the in-flight set of a pass."""
-
-    rows: np.ndarray  # workload rows of packs in flight and around, see `_rows_around`
-    predicted_gib: float  # predicted memory beyond the state
-
-
+# Workload rows of consecutive micro-batches around a pass, and its memory beyond the state in GiB.
+Window = tuple[np.ndarray, float]
 _FEATURE_ERROR = 0.1  # relative error assumed between costs of two features
 
 
@@ -211,9 +204,9 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
         # Ties go to the pass with most micro-batches in flight: errors per micro-batch add up.
         heaviest.add(int(equal[passes.others[equal].argmax()]))
     return [
-        Window(
-            rows=_rows_around(plan, stage, workload, predicted, number),
-            predicted_gib=float(predicted.needed[number]) / GIB,
+        (
+            _rows_around(plan, stage, workload, predicted, number),
+            float(predicted.needed[number]) / GIB,
         )
         for number in sorted(heaviest, key=lambda number: -predicted.needed[number])
     ]

@@ -308,8 +308,7 @@ class Plan(Frozen):
 
     def units_of(self, stage: int) -> Stage:
         """Return a pipeline stage's units, chunk after chunk, without recomputation."""
-        parts = (self.stages[part] for part in self.parts_of(stage))
-        return Stage(units=tuple(span for part in parts for span in part.units))
+        return Stage(units=self.merge_chunks(self.stages)[stage].units)
 
     def of_portion(self, index: int) -> "Plan":
         """Return the plan of portion `index`. Only the first keeps the run's prediction."""

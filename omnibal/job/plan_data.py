@@ -244,11 +244,7 @@ class MockData(_SingleLevelData):
         return data_at_caps(self.describe(), job.parallel.data)
 
     def describe(self, packs: object = None, job: object = None) -> Shapes:
-        return Shapes(
-            caps=self.caps,
-            micro_batches_per_step=self.micro_batches_per_step,
-            image_tokens=self.image_tokens,
-        )
+        return Shapes.model_validate(self, from_attributes=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -56,34 +56,18 @@ def pieces_of(packs: ScheduledPacks, lengths: Lengths, rows: np.ndarray, level: 
     return cut_packs(lengths.tokens[chosen.samples], chosen.offsets, level)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class EmptySlots:
-    """Slots that a rank has less than its lockstep group, [slots], int32 except `step` (int64)."""
-
-    step: np.ndarray
-    dp_rank: np.ndarray
-    slot: np.ndarray  # position after that rank's micro-batches of the step
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-
 def empty_slots(
     step: np.ndarray, dp_rank: np.ndarray, ranks: int, lockstep_ranks: int
-) -> EmptySlots:
-    """Find the empty slots of a schedule, from its micro-batches' steps and ranks.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return step (int64), rank and slot (int32) of the slots that a rank has less than its
+    lockstep group, [slots], given every micro-batch's step and rank.
 
-    >>> empty = empty_slots(np.array([0, 0, 0]), np.array([0, 0, 1]), ranks=4, lockstep_ranks=2)
-    >>> empty.dp_rank.tolist(), empty.slot.tolist()
-    ([1], [1])
+    >>> empty_slots(np.array([0, 0, 0]), np.array([0, 0, 1]), ranks=4, lockstep_ranks=2)[1:]
+    (array([1], dtype=int32), array([1], dtype=int32))
     """
     numbers, index = np.unique(step, return_inverse=True)
     counts = np.bincount(index * ranks + dp_rank, minlength=len(numbers) * ranks)  # [steps x ranks]
     blocks = counts.reshape(-1, lockstep_ranks)
     missing = (blocks.max(axis=1, keepdims=True, initial=0) - blocks).ravel()
     place, slot = expand_ranges(counts, missing)
-    return EmptySlots(
-        step=numbers[place // ranks],
-        dp_rank=(place % ranks).astype(np.int32),
-        slot=slot.astype(np.int32),
-    )
+    return numbers[place // ranks], (place % ranks).astype(np.int32), slot.astype(np.int32)

@@ -85,10 +85,10 @@ class Workload:
         if lockstep_ranks == 1:
             return self
         empty = empty_slots(self.step, self.dp_rank, self.data_parallel_size, lockstep_ranks)
-        count = len(empty)
+        added: dict[str, Any] = dict(zip(("step", "dp_rank", "slot"), empty, strict=True))
+        count = len(added["step"])
         features = np.zeros((count, self.features.shape[1]))
         features[:, 0] = 1  # feature 0: fixed cost per micro-batch
-        added: dict[str, Any] = {name: getattr(empty, name) for name in ("step", "dp_rank", "slot")}
         added |= {"features": features} | ({} if self.unpadded is None else {"unpadded": features})
         added |= {"level": np.zeros(count, np.int32), "context": np.ones(count, np.int32)}
         added = {name: np.concatenate([getattr(self, name), rows]) for name, rows in added.items()}

@@ -280,11 +280,7 @@ def _request_of(
     data: PlanData
     if result.data is None or plan.data is None:
         assert shapes is not None
-        data = MockData(
-            caps=shapes.caps,
-            micro_batches_per_step=shapes.micro_batches_per_step,
-            image_tokens=shapes.image_tokens,
-        )
+        data = MockData(**dict(shapes))
     else:
         data = SampleData(
             lengths=result.data[1],

@@ -122,7 +122,7 @@ def test_ranks_in_lockstep_have_equally_many_micro_batches(lockstep_ranks):
             of_step[r], max(of_step[r // lockstep_ranks * lockstep_ranks :][:lockstep_ranks])
         )
     ]
-    assert [*zip(empty.step, empty.dp_rank, empty.slot, strict=True)] == expected
+    assert [*zip(*empty, strict=True)] == expected
 
 
 @pytest.mark.parametrize(

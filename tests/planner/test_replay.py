@@ -196,14 +196,14 @@ def test_heaviest_windows_are_steps_that_need_as_much(name: str) -> None:
     for stage, memory in enumerate(memories):
         windows = heaviest_windows(cost, plan, stage, workload)
         assert max_gib(workload, stage) == pytest.approx(memory.passes_gib)
-        assert windows[0].predicted_gib == pytest.approx(memory.passes_gib)
+        assert windows[0][1] == pytest.approx(memory.passes_gib)
         heaviest = map(workload.rows, heaviest_rows(cost, plan, stage, workload))
         assert max(max_gib(own, stage) for own in heaviest) == pytest.approx(memory.passes_gib)
-        for window in windows:
-            rows = workload.rows(window.rows)
-            assert (np.diff(window.rows) == 1).all() and len({*rows.step}) == 1
+        for chosen, predicted_gib in windows:
+            rows = workload.rows(chosen)
+            assert (np.diff(chosen) == 1).all() and len({*rows.step}) == 1
             alone = replace(rows, slot=np.arange(len(rows)))
-            assert max_gib(alone, stage) >= window.predicted_gib * (1 - 1e-9)
+            assert max_gib(alone, stage) >= predicted_gib * (1 - 1e-9)
             sizes.add(len(rows))
     assert min(sizes) <= workload.slot.max(), "none is a part of a step"
 
@@ -348,7 +348,7 @@ def test_heaviest_packs_are_found_at_their_own_levels(small: Job) -> None:
         chosen = np.concatenate(heaviest_rows(cost, plan, stage, workload))
         assert needed[:, chosen].max() == pytest.approx(max_gib)
         windows = heaviest_windows(cost, plan, stage, workload)
-        assert windows[0].predicted_gib == pytest.approx(max_gib)
+        assert windows[0][1] == pytest.approx(max_gib)
         # The peak if no pack recomputed anything.
         none = plan.model_copy(update={"levels": ()})
         others = np.concatenate(heaviest_rows(small.cost, none, stage, small.workload))

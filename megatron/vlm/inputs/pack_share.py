@@ -111,8 +111,9 @@ class Sharing:
         if parallel.lockstep_ranks == 1:
             return own
         # Experts' exchanges are collective: ranks with fewer micro-batches join with empty ones.
-        empty = empty_slots(shares.step, shares.dp_rank, parallel.data, parallel.lockstep_ranks)
-        return own + int((empty.dp_rank == self.dp_rank).sum())
+        sizes = parallel.data, parallel.lockstep_ranks
+        _, empty_ranks, _ = empty_slots(shares.step, shares.dp_rank, *sizes)
+        return own + int((empty_ranks == self.dp_rank).sum())
 
     def share(self, scheduled: ScheduledPacks, lengths: Lengths, row: int) -> PackShare | None:
         """Return the rank's share of a pack, or None if it has the full pack."""

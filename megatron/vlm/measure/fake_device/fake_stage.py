@@ -67,18 +67,18 @@ def run_fake_stage(
         on_run()
         worst: FakeStage | None = None
         worst_predicted_gib = 0.0
-        for window in heaviest:
-            expected = window.predicted_gib / max(worst_predicted_gib, 1e-12)
+        for rows, predicted_gib in heaviest:
+            expected = predicted_gib / max(worst_predicted_gib, 1e-12)
             if worst is None or expected * (1 + _MAX_SPREAD) >= 1:
-                batches = [batch.map_tensors(device.fake) for batch in load(window.rows)]
+                batches = [batch.map_tensors(device.fake) for batch in load(rows)]
                 encoding_work = None
                 if encoding is not None:
-                    shares, passes = encoding.work_of_stage(stage, window.rows)
+                    shares, passes = encoding.work_of_stage(stage, rows)
                     encoding_work = shares, [batch.map_tensors(device.fake) for batch in passes]
                 step = partial(replayer.activation_bytes, batches, encoding_work)
-                run = _count_step(device, replayer, window.rows, step)
+                run = _count_step(device, replayer, rows, step)
                 if worst is None or run.allocated_gib > worst.allocated_gib:
-                    worst, worst_predicted_gib = run, window.predicted_gib
+                    worst, worst_predicted_gib = run, predicted_gib
             on_run()
         del replayer
         gc.collect()  # core's reference cycles: their memory must not count for the next stage
