@@ -7,13 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import is_stream
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.remote_path import location
+from omnibal.cli.console import print_notes
 from omnibal.cli.help_groups import COUNT, HelpAllOption
+from omnibal.data.lengths import Lengths
+from omnibal.data.mixture import mix_samples, read_mixture, shortfalls
 from omnibal.families.named import named_model, named_model_file
 from omnibal.job.plan import MAX_SEED
 from omnibal.model import config
@@ -76,6 +80,10 @@ ProcessesOption = Annotated[
     count_option("parallel worker processes (default: usable cores)", most=MOST_PROCESSES),
 ]
 RunOption = Annotated[Path | None, typer.Option(help="run directory (--save) with measured times")]
+MixtureOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="TOML of weights or epochs by source (default: equal)"),
+]
 SeedOption = Annotated[int, count_option("random seed of packs and order", most=MAX_SEED, least=0)]
 MemoryOption = Annotated[
     float | None,
@@ -94,6 +102,18 @@ def check_picture(picture: Path | None) -> None:
     """Raise UserError for a --picture that is not named as SVG."""
     if picture is not None and picture.suffix.lower() != ".svg" and not is_stream(picture):
         raise UserError(f"{picture}: the picture is SVG; --picture must name a file ending in .svg")
+
+
+def draw_mixture(
+    lengths: Lengths, mixture: Path | None, seed: int
+) -> tuple[Lengths, tuple[int, ...]]:
+    """Return the drawn lengths, and the samples available by source (empty without a mixture)."""
+    if mixture is None:
+        return lengths, ()
+    rules = read_mixture(mixture)
+    available = np.bincount(lengths.source, minlength=len(lengths.source_names))  # [sources]
+    print_notes(shortfalls(rules, lengths.source_names, available))  # unreachable shares
+    return mix_samples(lengths, rules, seed), tuple(available.tolist())
 
 
 def changed_cluster(

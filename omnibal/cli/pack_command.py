@@ -11,7 +11,6 @@ import typer
 import omnibal.cli.options as shared
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, status
-from omnibal.cli.mixing import MixtureOption, draw_mixture
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
 from omnibal.model.config import config_file, load_cluster
@@ -52,7 +51,7 @@ class StepOptions:
     ] = DEFAULT_MICRO_BATCHES
     packing: shared.PackingRuleOption = PackingMethod.BALANCED
     seed: shared.SeedOption = 0
-    mixture: MixtureOption = None
+    mixture: shared.MixtureOption = None
     model: Annotated[
         str, typer.Option(metavar="NAME", help=f"of the times to balance: {shared.PRESET}")
     ] = "internvl-chat-1.5-6b-20b"
@@ -96,7 +95,7 @@ def pack(
         parallel=Parallel(pipeline=1, data=steps.dp),
         precision="bf16",
     )
-    samples, _ = draw_mixture(read_lengths(lengths), steps.mixture, steps.seed)
+    samples, _ = shared.draw_mixture(read_lengths(lengths), steps.mixture, steps.seed)
     caps = limits.caps(samples)
     # The steps of `omnibal plan`, without its search and levels.
     data = SampleData(

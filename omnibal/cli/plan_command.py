@@ -14,8 +14,6 @@ from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
 from omnibal.cli.help_groups import given_options
-from omnibal.cli.mixing import MixtureOption, draw_mixture
-from omnibal.cli.trainer_options import StrategyOptions, cost_of_limits, notes_for_trainer
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import model_notes
 from omnibal.job.plan import MAX_EPOCHS, Plan
@@ -32,7 +30,7 @@ from omnibal.model.limits import (
     words,
 )
 from omnibal.model.parallel import WeightSharding
-from omnibal.model.targets import trainer_of
+from omnibal.model.targets import TargetName, trainer_of
 from omnibal.packing.pack_settings import PORTION_SAMPLES
 from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
@@ -99,7 +97,7 @@ class PlanDataOptions:
     epochs: Annotated[int, shared.count_option("passes over the data", most=MAX_EPOCHS)] = 1
     seed: shared.SeedOption = 0
     packing: shared.PackingRuleOption = PackingMethod.BALANCED
-    mixture: MixtureOption = None
+    mixture: shared.MixtureOption = None
     portion_samples: Annotated[int, shared.count_option("max samples packed at once")] = (
         PORTION_SAMPLES
     )
@@ -178,7 +176,9 @@ class PlanDataOptions:
         samples: Lengths | None = None
         available: tuple[int, ...] = ()
         if self.lengths:
-            samples, available = draw_mixture(read_lengths(self.lengths), self.mixture, self.seed)
+            samples, available = shared.draw_mixture(
+                read_lengths(self.lengths), self.mixture, self.seed
+            )
         caps = self.caps(model, samples if packed_by_tokens else None)
         if samples is None:
             assert caps is not None
@@ -205,6 +205,21 @@ class PlanDataOptions:
             portion_samples=self.portion_samples,
             available=available,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyOptions:
+    gpus: Annotated[int | None, shared.size_option("number of GPUs; unset sizes are searched")] = (
+        None
+    )
+    samples_per_step: Annotated[
+        int | None, shared.count_option("global batch size (default: 128 to 512, by --gpus)")
+    ] = None
+    made_for: Annotated[
+        TargetName | None,
+        typer.Option("--for", metavar="TRAINER", help=f"{', '.join(TargetName)} (default: own)"),
+    ] = None
+    compare: Annotated[bool, typer.Option(help="cost of the limits of --for")] = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,8 +291,10 @@ def plan(
     rates = planning.rates_of_steps(goal, planned, ConsoleListener())
     slow = filter(None, [slow_reading(planned.prediction)])
     notes = [*model_notes(given.model), *_step_notes(planned, rates), *slow]
-    print_notes([*notes, *notes_for_trainer(planned.result)])
-    limits = cost_of_limits(strategy, data.packing, goal, planned)
+    print_notes([*notes, *results.notes_for_trainer(planned.result)])
+    limits: dict[str, Any] = {"made_for": strategy.made_for}
+    if strategy.made_for is not None and strategy.compare:
+        limits |= results.cost_of_limits(goal, planned, data.packing)
     _print_plan(as_json, planned, rates, limits)
 
 
