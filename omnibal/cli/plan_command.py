@@ -116,15 +116,13 @@ class PlanDataOptions:
         """Rule for the number of packing levels. Raise UserError for unknown `levels`."""
         from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
 
-        if self.levels == "auto":
-            return LevelRule()
-        if self.levels == "hbp":
-            return LevelRule(is_hbp=True)
-        if self.levels not in map(str, range(1, MAX_SEARCHED + 1)):
+        rules = {str(count): LevelRule(count=count) for count in range(1, MAX_SEARCHED + 1)}
+        rules |= {"auto": LevelRule(), "hbp": LevelRule(is_hbp=True)}
+        if self.levels not in rules:
             raise UserError(
                 f"--packing-levels {self.levels}: must be auto, hbp, or 1 to {MAX_SEARCHED}"
             )
-        return LevelRule(count=int(self.levels))
+        return rules[self.levels]
 
     def files(self) -> list[Path]:
         inputs = filter(None, (self.steps_of, self.mixture))

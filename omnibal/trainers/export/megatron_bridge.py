@@ -113,14 +113,9 @@ def _override_words(values: Mapping[str, Any]) -> list[str]:
 def _recipe_statements(values: Mapping[str, Any], layout: PPLayout) -> str:
     lines = [f"cfg.{name} = {value!r}" for name, value in values.items()]
     lists = [f"    {[LAYOUT_WORDS[unit] for unit in chunk]}," for chunk in layout.chunks]
-    return "\n".join(
-        [
-            "# in a recipe, whose ConfigContainer is cfg",
-            *lines,
-            "# the split as lists, for a recipe's own table of layouts",
-            *("layout = [", *lists, "]\n"),
-        ]
-    )
+    begin = "# in a recipe, whose ConfigContainer is cfg"
+    title = "# the split as lists, for a recipe's own table of layouts"
+    return "\n".join([begin, *lines, title, "layout = [", *lists, "]\n"])
 
 
 def _bridge_deviations(plan: Plan, batch: core.Batch, has_packs: bool) -> Iterator[str]:

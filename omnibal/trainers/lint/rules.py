@@ -48,10 +48,8 @@ def check_recomputed_layers(line: LaunchLine) -> Problems:
         given = f"block recomputation of {number} layers recomputes nothing"
         yield "recompute-recomputes", given, "give 1 or more, or leave it out"
     if method == "uniform" and launch.prediction_layers and number != 1:
-        given = (
-            "multi-token prediction is recomputed one layer at a time, and uniform recomputation"
-        )
-        yield "prediction-recompute", f"{given} has {number}", "use 1, or block"
+        given = "multi-token prediction is recomputed one layer at a time, and uniform "
+        yield "prediction-recompute", f"{given}recomputation has {number}", "use 1, or block"
     limit = -(-line.sizes.layers // launch.pipeline // (line.virtual or 1))
     is_block = launch.recompute_method == "block" and not launch.recompute_by_stage
     if is_block and line.has_even_split and number > limit:
@@ -92,10 +90,8 @@ def check_heads(line: LaunchLine) -> Problems:
         )
         yield "gates-have-heads", problem, f"use TP {groups} or less"
     if linear is not None and (linear.key_heads % tensor or linear.value_heads % tensor):
-        problem = (
-            f"{linear.key_heads} key and {linear.value_heads} value heads of the gated delta net"
-        )
-        problem += f" are no multiples of TP {tensor}"
+        problem = f"{linear.key_heads} key and {linear.value_heads} value heads of the "
+        problem += f"gated delta net are no multiples of TP {tensor}"
         yield "delta-heads-divide-tensor", problem, "choose a TP that divides both"
     if linear is not None and line.launch.context > 1:
         problem = f"core 0.16.1 cannot divide a gated delta net by CP {line.launch.context}"

@@ -32,11 +32,8 @@ def check_gpus(line: LaunchLine) -> Problems:
         yield "virtual-needs-stages", given, "leave the chunks out, or raise PP"
     if gpus is None:
         given = "rules of GPUs, batch and data-parallel size need the number of GPUs"
-        yield (
-            "gpus-known",
-            given,
-            f"give --gpus, a multiple of {lcm(line.grid, line.expert_grid):,}",
-        )
+        change = f"give --gpus, a multiple of {lcm(line.grid, line.expert_grid):,}"
+        yield "gpus-known", given, change
     elif gpus % line.grid:
         sizes = f"TP {launch.tensor} x PP {launch.pipeline} x CP {launch.context} = {line.grid}"
         given = f"{gpus:,} GPUs are no multiple of {sizes}"
@@ -230,14 +227,9 @@ def check_layout_units(line: LaunchLine) -> Problems:
     embeddings, losses = units.count(EMBEDDING), units.count(LOSS)
     if (units[:1], units[-1:], embeddings, losses) != (EMBEDDING, LOSS, 1, 1):
         shown = "" if ENCODER in units or not layout.short_text else f" {layout.short_text}"
-        given = (
-            f"the layout{shown} has {embeddings} embeddings and {losses} losses, and must begin "
-        )
-        yield (
-            "layout-ends",
-            f"{given}with one and end with one",
-            "begin it with E and end it with L",
-        )
+        given = f"the layout{shown} has {embeddings} embeddings and {losses} losses"
+        given += ", and must begin with one and end with one"
+        yield "layout-ends", given, "begin it with E and end it with L"
     if count != layers:
         change = f"add {layers - count}" if layers > count else f"remove {count - layers}"
         yield "layout-layers", f"the layout has {count} layers (t), the model {layers}", change
