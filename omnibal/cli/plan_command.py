@@ -394,7 +394,7 @@ def _print_plan(
     packs = None if result.data is None else result.data[0]
     windows = results.window_facts(result)
     if windows is not None:
-        notes.append(windows.note)
+        notes.append(windows[1])
     if search is not None and search.gap:
         notes.append(
             f"{search.planned:,} of {search.choices:,} choices of sizes and caps were planned; by "
@@ -403,7 +403,7 @@ def _print_plan(
     print_notes(notes)
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
     summary["image_share"] = None if plan.shapes is None else tables.share_of_images(plan)
-    summary["window"] = windows
+    summary["window"] = None if windows is None else windows[0]
     summary["levels"] = results.levels_of_plan(plan, packs)
     summary |= results.balance_of(result)
     if plan.model.encoders:

@@ -1,8 +1,8 @@
 """Results of `omnibal plan` by level, window and encoder; notes and cost of another trainer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from omnibal.base.errors import UserError
 from omnibal.cli.console import ConsoleListener, print_notes, progress
@@ -91,26 +91,12 @@ def balance_of(result: "PlanResult") -> dict[str, float | None]:
     return {name: metrics[name] for name in names}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowFacts:
-    """Max rank time over mean, both predicted and summed over steps, which are windows."""
+def window_facts(result: "PlanResult") -> tuple[dict[str, Any], str] | None:
+    """Return a plan's windows for JSON, and a note on them. None for a plan without windows.
 
-    samples: int  # per window
-    dispatch: Literal["on", "off"]  # samples balanced over ranks, or packs dealt in file order
-    imbalance: float  # of the plan
-    imbalance_as_read: float  # if packed in file order and not balanced
-
-    @property
-    def note(self) -> str:
-        as_read = f"; as they are read, {self.imbalance_as_read:.3f} times"
-        return (
-            f"windows of {self.samples:,} samples: the busiest rank takes {self.imbalance:.3f} "
-            f"times as long as the mean{as_read if self.dispatch == 'on' else ''}"
-        )
-
-
-def window_facts(result: "PlanResult") -> WindowFacts | None:
-    """Return the imbalance of a plan and of file order, or None for a plan without windows."""
+    Imbalance is the max rank time over the mean, both predicted and summed over steps: of the plan,
+    and of samples packed in file order and not balanced.
+    """
     from omnibal.job.plan_data import StreamData
     from omnibal.packing.balance_metrics import imbalance, rank_sums
 
@@ -123,12 +109,13 @@ def window_facts(result: "PlanResult") -> WindowFacts | None:
         imbalance(rank_sums(packs, job.load_ms(packs.packs, stream.lengths), job.parallel.data))
         for packs in (result.data[0], as_read)
     )
-    return WindowFacts(
-        samples=stream.window,
-        dispatch="on" if stream.is_dispatched else "off",
-        imbalance=planned,
-        imbalance_as_read=loaded,
+    is_on = stream.is_dispatched
+    facts = {"samples": stream.window, "dispatch": "on" if is_on else "off"}
+    note = (
+        f"windows of {stream.window:,} samples: the busiest rank takes {planned:.3f} times as "
+        f"long as the mean{f'; as they are read, {loaded:.3f} times' if is_on else ''}"
     )
+    return {**facts, "imbalance": planned, "imbalance_as_read": loaded}, note
 
 
 def phases_of_plan(result: "PlanResult") -> list["PhaseBalance"]:

@@ -11,10 +11,8 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.data.lengths import Lengths
 from omnibal.data.record_files import is_array
 from omnibal.model.units import LANGUAGE
-from omnibal.packing.packs import ScheduledPacks
 from omnibal.trainers.export.exported import (
     Exported,
     ExportInput,
@@ -129,24 +127,20 @@ def _xtuner_notes(given: ExportInput) -> Iterator[str]:
     if given.order is None:
         yield "The plan is of shapes only, without packs to write: plan with --lengths."
         return
-    if given.annotations is None:
-        yield _without_data(given.order, given.lengths)
+    if given.annotations is None and record_numbers(given.order, given.lengths, None) is None:
+        yield (
+            "No --data was given, and the scan skipped samples of several sources: boundaries.npy, "
+            "samples.npy and paths.json are left out, as line numbers are unknown."
+        )
+    elif given.annotations is None:
+        yield (
+            "No --data was given: paths.json has the names of the sources, "
+            f"{', '.join(map(repr, given.lengths.source_names))}. Replace each by the path of its "
+            "JSONL, as in DatasetConfig; row k of a source is assumed to be its line k."
+        )
     yield "config.py is yours: the settings above, with the config of your model."
     yield (
         "xtuner_packs.py was tested with a stand-in for XTuner that has its fields. It ends a run "
         "at the first sample whose token count differs from the plan's."
     )
     yield "Line numbers are XTuner's without filters: keep sample_ratio at 1."
-
-
-def _without_data(order: ScheduledPacks, lengths: Lengths) -> str:
-    if record_numbers(order, lengths, None) is None:
-        return (
-            "No --data was given, and the scan skipped samples of several sources: boundaries.npy, "
-            "samples.npy and paths.json are left out, as line numbers are unknown."
-        )
-    return (
-        "No --data was given: paths.json has the names of the sources, "
-        f"{', '.join(map(repr, lengths.source_names))}. Replace each by the path of its JSONL, as "
-        "in DatasetConfig; row k of a source is assumed to be its line k."
-    )
