@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from omnibal.base.errors import UserError
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -18,7 +18,11 @@ from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule, baseline_stages
 from omnibal.pipeline.chunk_search import search_parts
-from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
+from omnibal.pipeline.encoder_search import (
+    PlacementProblem,
+    min_peak_with_encoders,
+    search_encoders,
+)
 from omnibal.pipeline.loader_time import StageReading
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
@@ -133,7 +137,7 @@ def make_plan(
         else:
             stages_at = (baseline_stages(request.split, task),)
     if not is_1f1b:
-        search = search_parts(job.split_task(workload, levels, request.schedule), effort)
+        job, workload, search = search_in_schedule(job, workload, levels, request.schedule, effort)
         stages_at = search.stages_at
     described = request.data.describe(packs, job)
     data = described if isinstance(described, DataPlan) else None
@@ -162,6 +166,29 @@ def make_plan(
         search=search,
         cost_source=job.cost_source,
     )
+
+
+def search_in_schedule(
+    job: JobSpec,
+    workload: Workload,
+    levels: Sequence[Level],
+    schedule: PipelineSchedule,
+    effort: float,
+) -> tuple[JobSpec, Workload, SearchResult]:
+    """Return parts for a schedule other than 1F1B, with the job and its workload.
+
+    If data-parallel encoders, whose settings were chosen in 1F1B, leave too little memory, they get
+    the settings that need least.
+    """
+    try:
+        return job, workload, search_parts(job.split_task(workload, levels, schedule), effort)
+    except DoesNotFit:
+        if not job.has_data_parallel_encoders:
+            raise
+    problem = placement_problem(job, workload, levels)
+    _, encoders = min_peak_with_encoders(problem)
+    job, workload = replace(job, data_parallel_encoders=encoders), problem.with_encoders(encoders)
+    return job, workload, search_parts(job.split_task(workload, levels, schedule), effort)
 
 
 def make_ordered_plan(request: PlanRequest) -> PlanResult:

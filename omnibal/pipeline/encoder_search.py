@@ -174,24 +174,27 @@ def _no_placement_error(problem: PlacementProblem) -> DoesNotFit:
     return memory_error(
         problem.task,
         "with data-parallel encoders ",
-        min_peak_with_encoders(problem),
+        min_peak_with_encoders(problem)[0],
         "raise the memory cap, use more pipeline stages or tensor parallelism, pack to smaller "
         f"caps, {also}or give --encoder pipeline",
     )
 
 
-def min_peak_with_encoders(problem: PlacementProblem) -> float:
-    """Return the min memory cap in bytes that some choice and split fit."""
+def min_peak_with_encoders(problem: PlacementProblem) -> tuple[float, DataParallelEncoders]:
+    """Return the min memory cap in bytes that some choice and split fit, and that choice."""
     # Search splits for the Pareto-minimal choices by encoder memory only.
-    minimal = list[tuple[EncoderMemory, Workload]]()
+    minimal = list[tuple[EncoderMemory, Workload, DataParallelEncoders]]()
     for dp_encoders in _smallest_choices(problem):
         workload = problem.with_encoders(dp_encoders)
         memory = workload.encoder_memory
-        if not any(other.is_within(memory) for other, _ in minimal):
-            minimal = [pair for pair in minimal if not memory.is_within(pair[0])]
-            minimal.append((memory, workload))
-    tasks = (replace(problem.task, workload=workload) for _, workload in minimal)
-    return min(map(min_peak_of_splits, tasks))
+        if not any(other.is_within(memory) for other, *_ in minimal):
+            minimal = [choice for choice in minimal if not memory.is_within(choice[0])]
+            minimal.append((memory, workload, dp_encoders))
+    peaks = (
+        (min_peak_of_splits(replace(problem.task, workload=workload)), dp_encoders)
+        for _, workload, dp_encoders in minimal
+    )
+    return min(peaks, key=lambda pair: pair[0])
 
 
 def _smallest_choices(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:

@@ -22,7 +22,7 @@ def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
     """
     job, workload, levels = request.job, request.workload(), request.data.levels
     if job.has_data_parallel_encoders and job.data_parallel_encoders is None:
-        return min_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
+        return min_peak_with_encoders(placement_problem(job, workload, levels))[0] / GIB
     is_exact = is_exact or not are_plain(levels)
     return min_peak_of_splits(job.split_task(workload, levels), is_exact=is_exact) / GIB
 

@@ -30,7 +30,7 @@ _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 """Max planned choices of sizes and caps. If there are more, estimates select them."""
 _MOVE = 2**0.25  # halfway between two caps of the grid
 _MOVES_OF_CAPS = 6  # for two kinds of caps: either and both, smaller and larger
-_FINALISTS = 3  # sizes to refine caps for
+_FINALISTS = 3  # plans to refine caps of: the best of every choice of sizes, then others
 _LISTED_CAUSES = 2  # causes to name; longer lists are not read
 _MIN_CAUSE = 0.01  # min share of the best time per sample for a cause to be named
 _NAMED_GAIN = 0.005  # min possible gain of unplanned sizes to say how to plan them
@@ -132,7 +132,11 @@ def search_strategies(
         trials = BoundedTrials(setting=setting, processes=processes, advance=advance)
         trials.run(every, _MOST_MOVES_PLANNED if is_quick else _MOST_PLANNED)
         if request.caps is None and trials.planned and not is_quick:
-            finalists = trials.rank_strategies()[:_FINALISTS]
+            ranked = trials.rank_strategies()
+            # With few sizes, their other caps are moved too.
+            others = [strategy for strategy in trials.planned.values() if strategy not in ranked]
+            others.sort(key=lambda strategy: strategy.ms_per_sample)
+            finalists = [*ranked, *others][:_FINALISTS]
             best_moves = space.moves(finalists[0].caps, _MOVE)
             # Also around the finalist's own caps, as if its sizes were the only ones.
             moved = [

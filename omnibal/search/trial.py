@@ -14,13 +14,12 @@ from omnibal.base.errors import DoesNotFit
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
-from omnibal.job.planner import PlanRequest, placement_problem
+from omnibal.job.planner import PlanRequest, placement_problem, search_in_schedule
 from omnibal.model.encoders import squares_of
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.bounds import min_step_ms
-from omnibal.pipeline.chunk_search import search_parts
 from omnibal.pipeline.encoder_search import estimate_placement
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
@@ -116,8 +115,8 @@ def estimated_over_bound(
         return step_ms / least_ms
     for schedule in sorted(schedules, key=bubble_divisor, reverse=True):
         with suppress(DoesNotFit):
-            task = job.split_task(some, levels, schedule)
-            return search_parts(task, _ESTIMATE_EFFORT).step_ms / least_ms
+            *_, found = search_in_schedule(job, some, levels, schedule, _ESTIMATE_EFFORT)
+            return found.step_ms / least_ms
     raise CannotRunSchedule(f"--schedule {schedules[0].name} fits no cut; give --schedule 1f1b")
 
 

@@ -35,7 +35,7 @@ from omnibal.model.rate_tables import CollectiveTime, Rates
 from omnibal.packing.items import share_items
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
-from omnibal.pipeline.schedules import Pass, one_forward_one_backward
+from omnibal.pipeline.schedules import Pass, PipelineSchedule, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import stage_times
@@ -496,6 +496,17 @@ def test_plans_are_whole_and_within_memory():
     encoding_ms = encoding.forward_ms + encoding.exchange_ms + encoding.backward_ms
     assert plan.prediction.step_ms > encoding_ms > 0
     assert sum(plan.prediction.lost.causes().values()) == pytest.approx(plan.prediction.step_ms)
+
+
+def test_encoders_leave_the_memory_that_a_schedule_needs():
+    """Prevents a schedule refused for the memory of encoders that were chosen in 1F1B."""
+    asked = request(placement=EncoderPlacement.DATA_PARALLEL)
+    greedy = make_plan(asked).plan.data_parallel_encoders  # as without a cap
+    cluster = JOB["cluster"].model_copy(update={"memory_gib": 0.026})
+    job = replace(asked.job, cluster=cluster, data_parallel_encoders=greedy)
+    plan = make_plan(replace(asked, job=job, schedule=PipelineSchedule(name="zb-h1"))).plan
+    assert plan.data_parallel_encoders.kept_items["vision"] < greedy.kept_items["vision"]
+    assert max(stage.memory.peak_gib for stage in plan.prediction.stages) <= job.memory_cap_gib
 
 
 def test_packs_of_any_model_are_balanced_by_the_pipeline_alone():
