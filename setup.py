@@ -11,7 +11,7 @@ PLANNER = [
     *("huggingface-hub", "jinja2", "matplotlib", "numpy", "pillow", "pyarrow", "pydantic>=2"),
     *("rich", "scipy", "sentencepiece", "soundfile", "tokenizers", "typer"),
 ]
-# megatron-core is pinned: the trainer extends its block and repairs three of its functions. Its
+# megatron-core is pinned: the trainer extends its block and replaces some of its functions. Its
 # checkpoints need psutil, which it does not declare. Released checkpoints are in safetensors files.
 # Before torch 2.11 varlen_attn has no window_size, which makes attention within packs causal.
 TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2.11"]

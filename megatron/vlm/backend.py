@@ -22,7 +22,6 @@ from torch.utils._device import _device_constructors
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 _CPU = torch.device("cpu")
-_KERNEL_SETTINGS = ("fused", "foreach")  # settings of torch's optimizers by device, not by state
 _TENSOR_FACTORIES = (
     *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like"),
@@ -55,7 +54,6 @@ def prepare_megatron_core() -> None:
         _route_split_sizes_to_cpu()
         # Core compiles small fusions with Inductor: minutes of g++ on a CPU.
         torch._dynamo.config.disable = True
-    _repair_distributed_optimizer_load()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe import moe_utils
@@ -224,41 +222,3 @@ class WeightGradients:
             )
         else:
             buffer_OI.addmm_(gradient_RO.t().float(), input_RI.float())
-
-
-def _repair_distributed_optimizer_load() -> None:
-    """Repair core 0.16.1's loading of DistributedOptimizer state."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-    load_state_dict = DistributedOptimizer.load_state_dict
-
-    def set_states_keeping_step(self, model_param, tensors):
-        group_index, order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group_index]["params"][order]
-        state = self.optimizer.state[main_param]
-        if "step" in state and "step" not in tensors:  # core drops it
-            tensors = {**tensors, "step": state["step"]}
-        return set_states(self, model_param, tensors)
-
-    def load_with_own_steps(self, state_dict):
-        load_state_dict(self, state_dict)
-        # Core replaces the groups by the saved optimizer's settings: Transformer Engine's optimizer
-        # misses `bias_correction` in AdamW's, and rejects a float `step`.
-        for group in self.optimizer.param_groups:
-            for name, value in self.optimizer.defaults.items():
-                group.setdefault(name, value)
-                if name in _KERNEL_SETTINGS:
-                    group[name] = value
-            if "step" in group:
-                group["step"] = int(group["step"])
-        # Core shares one step tensor among all parameters, so that AdamW would count once per
-        # parameter: a silently wrong resume. A fused AdamW needs it on the parameter's device.
-        in_one_kernel = self.optimizer.defaults.get("fused", False)
-        for parameter, state in self.optimizer.state.items():
-            if torch.is_tensor(state.get("step")):
-                step = state["step"].clone()
-                state["step"] = step.to(parameter.device) if in_one_kernel else step
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_keeping_step
-    DistributedOptimizer.load_state_dict = load_with_own_steps

@@ -10,6 +10,8 @@ from pydantic import Field, PositiveFloat, model_validator
 from omnibal.base.errors import refuse_if
 from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
+# GELU (arXiv 1606.08415) of feed-forwards: by erf, by tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)
+Gelu = Literal["gelu", "gelu_tanh", "quick_gelu"]
 MAX_TILES_OF_IMAGE = 1_000  # all grids up to it are tried for every image size
 
 
@@ -264,8 +266,7 @@ class ImagesEncoder(EncoderLayers, ImageRule):
     kind: Literal["images"] = "images"
     head_size: Width | None = None  # left out: hidden_size / heads
     gated: bool = False  # SwiGLU feed-forwards
-    # of ungated feed-forwards: GELU by erf, by tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = written_unless("gelu")
+    activation: Gelu = written_unless("gelu")  # of ungated feed-forwards
     # value = (colour x pixel_scale - pixel_mean) / pixel_std, with colours from 0 to 255
     # of red, green and blue, scaled by pixel_scale
     pixel_mean: tuple[float, float, float] = written_unless((0.5, 0.5, 0.5))

@@ -52,23 +52,11 @@ class Compared:
     measured: Measured | None = None  # None if the row could not be read
     predicted_ms: float | None = None
     peak_gib: float | None = None  # of the memory that the row measured
+    error: float | None = None  # predicted over measured step time, minus 1
+    memory_error: float | None = None  # predicted over measured allocated memory, minus 1
     fits: bool | None = None
     micro_batch_tokens: int = 0
     refused: str | None = None
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured step time, minus 1."""
-        if self.measured is None or self.measured.step_ms is None or self.predicted_ms is None:
-            return None
-        return self.predicted_ms / self.measured.step_ms - 1
-
-    @property
-    def memory_error(self) -> float | None:
-        """Predicted over measured allocated memory, minus 1."""
-        if self.measured is None or self.measured.allocated_gib is None or self.peak_gib is None:
-            return None
-        return self.peak_gib / self.measured.allocated_gib - 1
 
     @property
     def calibrates(self) -> str:
@@ -114,11 +102,14 @@ def compare_row(path: Path, place: int) -> Compared:
         measured = replace(measured, step_ms=step_ms)
     kind = JobKind.ADAPTERS if measured.is_tuned else job.kind
     peaks = {"mean": float(np.mean(costed.peaks_gib)), "device": costed.max_device_gib}
+    peak_gib = peaks.get(measured.memory, max(costed.peaks_gib))
     return make_result(
         kind=LAYOUTS if is_layout(row) else str(kind),
         measured=measured,
         predicted_ms=costed.step_ms,
-        peak_gib=peaks.get(measured.memory, max(costed.peaks_gib)),
+        peak_gib=peak_gib,
+        error=measured.step_ms and costed.step_ms / measured.step_ms - 1,
+        memory_error=measured.allocated_gib and peak_gib / measured.allocated_gib - 1,
         fits=bool(costed.max_device_gib <= measured.cluster.memory_gib),
         micro_batch_tokens=tokens,
     )

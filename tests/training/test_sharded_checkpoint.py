@@ -118,8 +118,8 @@ def start_finetuning(links, plan, folder):
     load_weights(folder, plan, trainer.stages)
     trainer.optimizers[0].reload_model_params()
     begun = weights_of(trainer)
-    for weight_range in trainer.optimizers[0].ranges:
-        assert torch.equal(weight_range.main, weight_range.flat.own_Q[weight_range.own.place])
+    for own, main in trainer.optimizers[0].mains.items():
+        assert torch.equal(main, own.flat.own_Q[own.place])
     return begun
 
 

@@ -18,8 +18,6 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME
-
 from omnibal.base.files import atomic
 from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 
@@ -120,24 +118,16 @@ def remove_checkpoint(directory: Path, step: int) -> None:
 
 
 def prune_checkpoints(directory: Path, keep_last: int) -> None:
-    """Remove `.part` and incomplete folders, and checkpoints except the newest `keep_last`.
+    """Remove `.part` folders, and checkpoints except the newest `keep_last`.
 
     Folders newer than the tracker file's step remain: the run may have gone back to that step.
     """
-    newest = latest_step(directory)
-    complete = []
-    # In reverse order, a `.part` folder is gone before its checkpoint takes that name.
-    for folder in sorted(directory.iterdir(), reverse=True):
+    steps = list_complete_steps(directory)
+    for folder in directory.iterdir():
         match = _FOLDER_NAME.fullmatch(folder.name)
-        if match is None or newest is None or int(match[1]) > newest:
-            continue
-        if match[2] is not None:
+        if match is not None and match[2] is not None and int(match[1]) <= steps[0]:
             shutil.rmtree(folder)
-        elif (folder / CONFIG_FNAME).is_file():
-            complete.append(int(match[1]))
-        else:
-            remove_checkpoint(directory, int(match[1]))
-    for step in sorted(complete)[:-keep_last]:
+    for step in steps[keep_last:]:
         remove_checkpoint(directory, step)
 
 

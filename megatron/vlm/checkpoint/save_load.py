@@ -120,7 +120,7 @@ class CheckpointWriter:
         Weights must be gathered (`Trainer.wait_for_weights`), and may change on return.
 
         Args:
-            training_state: returned by `load_checkpoint`; plain JSON, equal on all ranks.
+            training_state: plain JSON, equal on all ranks.
         """
         self.finish()
         if step == self.newest_step:
@@ -407,14 +407,6 @@ def _write_common(path: Path, content: io.BytesIO) -> _WrittenFile:
     return _WrittenFile(path.name, stream.raw.checksum, [])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedCheckpoint:
-    """State to resume from."""
-
-    step: int
-    training_state: dict[str, Any]  # as given to `CheckpointWriter.save`
-
-
 def load_checkpoint(
     directory: Path,
     plan: Plan,
@@ -423,8 +415,10 @@ def load_checkpoint(
     scheduler: OptimizerParamScheduler,
     options: Mapping[str, float | str],
     hash_steps: Callable[[int], str | None] = lambda steps: None,
-) -> LoadedCheckpoint:
+) -> CheckpointIdentity:
     """Restore weights, optimizer and LR schedule from the newest checkpoint; collective.
+
+    Returns its identity. `common` has the "training_state" given to `CheckpointWriter.save`.
 
     Args:
         options: must equal the checkpoint's, except `RATES`; else UserError.
@@ -467,7 +461,7 @@ def load_checkpoint(
             scheduler.load_state_dict(loaded["scheduler"])
 
     _agree(load)
-    return LoadedCheckpoint(step=loaded["step"], training_state=loaded["training_state"])
+    return identity
 
 
 def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int:

@@ -13,7 +13,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors, blocks_of
 from megatron.vlm.model.adapters import ADAPTERS
-from megatron.vlm.model.sharded_weights import MainRange
+from megatron.vlm.model.sharded_weights import ParameterRange
 from megatron.vlm.model.stage import VLMStage
 
 _STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")  # stored in float32 for each parameter
@@ -24,7 +24,7 @@ class PartOptimizer(Protocol):
     """AdamW over a rank's ranges of sharded weights."""
 
     inner: torch.optim.AdamW
-    ranges: Sequence[MainRange]
+    mains: Mapping[ParameterRange, torch.Tensor]  # flat main weights, which key the state
 
 
 # Optimizer of a replicated or a sharded stage.
@@ -131,14 +131,12 @@ class _StageState:
     def set_step(self, step: float) -> None:
         for inner in self._torch_optimizers:
             _fill_empty_state(inner)
-        for optimizer in self._distributed:
-            settings = optimizer.state_dict()
-            for group in settings["optimizer"]["param_groups"]:
-                group["step"] = step
-            optimizer.load_state_dict(settings)
-        if self._sharded is not None:
-            for state in self._sharded.inner.state.values():
-                state["step"].fill_(step)
+            if _counts_by_parameter(inner):
+                for state in inner.state.values():
+                    state["step"].fill_(step)
+            else:
+                for group in inner.param_groups:
+                    group["step"] = int(step)
 
     def _replicated_entries(self) -> dict[str, Any]:
         """Return core's sharded state dict without sharded parameters."""
@@ -188,12 +186,10 @@ class _StageState:
                 ):
                     state = optimizer._get_main_param_and_optimizer_states(parameter)
                     yield parameter, own["param"].start, own["param"].end, state, 0
-
-        for own_range in () if self._sharded is None else self._sharded.ranges:
-            assert self._sharded is not None
-            state = self._sharded.inner.state[own_range.main] | {"param": own_range.main}
-            copy = own_range.flat.groups.copies.rank()
-            yield own_range.own.parameter, own_range.own.first, own_range.own.end, state, copy
+        if self._sharded is not None:
+            for own, main in self._sharded.mains.items():
+                state = self._sharded.inner.state[main] | {"param": main}
+                yield own.parameter, own.first, own.end, state, own.flat.groups.copies.rank()
 
 
 def _by_tensor(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
@@ -217,13 +213,18 @@ def join_settings(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _fill_empty_state(inner: torch.optim.Optimizer) -> None:
     """Make zero moments and step counts if absent, to save them or load into them."""
-    # Transformer Engine's and Apex's optimizers count steps per group.
-    counts_by_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     for group in inner.param_groups:
         for parameter in group["params"]:
             state = inner.state[parameter]
             if not state:
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-                if counts_by_parameter:
-                    state["step"] = torch.tensor(0.0)
+                if _counts_by_parameter(inner):
+                    # A fused AdamW needs it on the parameter's device.
+                    device = parameter.device if group["fused"] else "cpu"
+                    state["step"] = torch.zeros((), device=device)
+
+
+def _counts_by_parameter(inner: torch.optim.Optimizer) -> bool:
+    # Transformer Engine's and Apex's optimizers count steps per group.
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -106,14 +107,16 @@ def language_transformer_config(
 
 
 class _Layout(PipelineParallelLayerLayout):
-    """Layout of all `layers` as one stage, whose layer offset is `held.start`."""
+    """Layout of all `layers` as one stage, whose offset of decoder layers is `held.start`."""
 
     def __init__(self, layers: int, held: range) -> None:
         super().__init__([["embedding", *["decoder"] * layers, "loss"]], 1)
         self._held = held
 
-    def get_layer_offset(self, *_: Any, **__: Any) -> int:
-        return self._held.start
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, *_: Any, **__: Any
+    ) -> int:
+        return self._held.start if layer_type is LayerType.decoder else 0
 
 
 def _common_options(parallel: Parallel, precision: Precision) -> dict:

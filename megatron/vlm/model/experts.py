@@ -9,7 +9,7 @@ experts of this rank, E all experts, F feed-forward width of an expert, I inputs
 language layers of the model, P expert-parallel ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,11 +213,6 @@ class MixtureOfExperts(MoELayer):
         return output
 
 
-def routers(module: torch.nn.Module) -> Iterator[Router]:
-    """Return a stage's routers, in layer order."""
-    return (part for part in module.modules() if isinstance(part, Router))
-
-
 def take_expert_balance(
     chunks: Sequence[MegatronModule], parallel: Parallel
 ) -> ExpertBalance | None:
@@ -226,7 +221,8 @@ def take_expert_balance(
     if config.num_moe_experts is None:
         return None
     counts_LE = torch.zeros(config.num_layers, config.num_moe_experts, device=current_device())
-    for router in (router for stage in chunks for router in routers(stage)):
+    modules = (module for stage in chunks for module in stage.modules())
+    for router in (module for module in modules if isinstance(module, Router)):
         assert router.layer_number is not None
         if router.layer_number <= config.num_layers:  # not of the prediction layer
             counts_LE[router.layer_number - 1] = router.tokens_of_experts_E

@@ -25,7 +25,7 @@ from megatron.vlm.model.attention import (
 )
 from megatron.vlm.model.delta_net import GatedDeltaNet
 from megatron.vlm.model.experts import MixtureOfExperts, Routing
-from megatron.vlm.model.fused.activations import Gelu, bias_gelu, swiglu
+from megatron.vlm.model.fused.activations import bias_gelu, swiglu
 from megatron.vlm.model.fused.residual import (
     Branch,
     NormAndResidual,
@@ -36,10 +36,8 @@ from megatron.vlm.model.fused.residual import (
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.providers import LayerParts, without_bias
 from megatron.vlm.model.shared_attention import SharedAttention
-from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers, Gelu, ImagesEncoder
 from omnibal.model.layer_kinds import LayerKind
-
-_GELU = {"gelu": Gelu.EXACT, "gelu_tanh": Gelu.TANH, "quick_gelu": Gelu.QUICK}
 
 
 class Norm(torch.nn.Module):
@@ -106,7 +104,7 @@ class LayerScale(torch.nn.Module):
 class Layer(TransformerLayer):
     """Core's layer with fused element-wise operations; parts and parameter names are core's."""
 
-    def __init__(self, *arguments: Any, gelu: Gelu = Gelu.EXACT, **more: Any) -> None:
+    def __init__(self, *arguments: Any, gelu: Gelu = "gelu", **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.gelu = gelu
 
@@ -164,7 +162,7 @@ def encoder_layer_spec(
             qkv_bias=tower.qkv_bias,
             windowed=tower.is_windowed(number),
         )
-        return _layer_spec(config, attention, parts, None, gelu=_GELU[tower.activation])
+        return _layer_spec(config, attention, parts, None, gelu=tower.activation)
     attention = _attention_spec(
         ClipAttention if isinstance(tower, ClipsEncoder) else TileAttention,
         parts,
@@ -185,7 +183,9 @@ def language_layer_spec(
         projections = GatedDeltaNetSubmodules(
             in_proj=parts.column_linear, out_proj=parts.row_linear
         )
-        attention = ModuleSpec(GatedDeltaNet, {"linear": kind.linear}, projections)
+        # Core's prediction layer asks for the mask.
+        params = {"linear": kind.linear, "attn_mask_type": AttnMaskType.causal}
+        attention = ModuleSpec(GatedDeltaNet, params, projections)
     has_experts = config.num_moe_experts is not None
     return _layer_spec(config, attention, parts, None, MixtureOfExperts if has_experts else None)
 
@@ -220,7 +220,7 @@ def _layer_spec(
     parts: LayerParts,
     layer_scale_init: float | None,
     feed_forward: type[MixtureOfExperts] | None = None,
-    gelu: Gelu = Gelu.EXACT,
+    gelu: Gelu = "gelu",
 ) -> ModuleSpec:
     size, dtype = config.hidden_size, config.params_dtype
     scale = {"hidden_size": size, "init": layer_scale_init, "dtype": dtype}

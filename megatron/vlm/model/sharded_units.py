@@ -33,7 +33,7 @@ def divide_weights(
     groups = {True: dense, False: experts}
     units, flat_of = list[ShardedUnit](), dict[torch.nn.Parameter, FlatWeights]()
     towers_with_gradient = set(input_towers)  # of inputs or trained units so far
-    for tower, modules in _list_units(stage):
+    for tower, modules in list_units(stage):
         # A flat tensor per group, data type and trained or frozen; a tied matrix has its own.
         alike: dict[tuple[bool, bool, torch.dtype, bool], list[torch.nn.Parameter]] = {}
         parameters = [p for module in modules for p in module.parameters()]
@@ -63,7 +63,7 @@ def divide_weights(
     stage.sharded = ShardedWeights(units=tuple(units))
 
 
-def _list_units(stage: VLMStage) -> Iterator[tuple[str, tuple[torch.nn.Module, ...]]]:
+def list_units(stage: VLMStage) -> Iterator[tuple[str, tuple[torch.nn.Module, ...]]]:
     """Yield tower and modules of every unit in order: embed, layer, projector, or head and norm."""
     for name, encoder in stage.encoders.items():
         layers = [] if encoder.layers is None else encoder.layers.layers

@@ -51,7 +51,8 @@ class ParameterRange:
     parameter: torch.nn.Parameter
     first: int
     end: int
-    place: slice  # same values in the shard
+    flat: "FlatWeights"
+    place: slice  # same values in the shard of `flat`
 
 
 class FlatWeights:
@@ -110,6 +111,7 @@ class FlatWeights:
                     parameter=parameter,
                     first=low - first,
                     end=high - first,
+                    flat=self,
                     place=slice(low - begin, high - begin),
                 )
 
@@ -128,15 +130,6 @@ class FlatWeights:
         """Free the gathered weights, but not this rank's shard."""
         if self.is_divided:
             self._whole_P.untyped_storage().resize_(0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MainRange:
-    """Values of a parameter that a rank updates."""
-
-    own: ParameterRange
-    main: torch.Tensor  # flat float32 main weights, which key the optimizer's state
-    flat: FlatWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

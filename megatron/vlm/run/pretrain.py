@@ -437,7 +437,7 @@ def _load_state(run: TrainingRun, trainer: Trainer) -> RunOutcome:
     if run.launch.rank == 0 and arguments.continues_run:
         name_newest(arguments.save, loaded.step)  # newer, broken checkpoints may have been skipped
     _log.info(f"resuming {arguments.load} after step {loaded.step}")
-    return RunOutcome(loaded.step, loaded.training_state["skipped_steps"], False)
+    return RunOutcome(loaded.step, loaded.common["training_state"]["skipped_steps"], False)
 
 
 def _write_run_info(run: TrainingRun, first_step: int) -> None:

@@ -23,7 +23,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.model.block import PlannedBlock
+from megatron.vlm.model.sharded_units import list_units
 from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 
@@ -95,7 +95,7 @@ class DataParallelOverlap:
                     node.register_hook(partial(self._on_gradient, chunk, parameter))
             if deferred is not None:
                 deferred.on_gradient = partial(self._on_gradient, chunk)
-            for unit in _list_waiting_units(model.module):
+            for unit in (unit for _, units in list_units(model.module) for unit in units):
                 # Core's hooks wait for the parameters of called modules, but fused operations use
                 # norms without calling them.
                 own = {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
@@ -162,16 +162,6 @@ class DataParallelOverlap:
         # Otherwise core would gather unchanged weights before the forward.
         for bucket in self._buckets:
             bucket.param_gather_dispatched = True
-
-
-def _list_waiting_units(stage: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    for part in stage.children():
-        if isinstance(part, PlannedBlock):
-            yield from part.layers
-            if part.final_layernorm is not None:
-                yield part.final_layernorm
-        else:
-            yield part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig
 from torch.nn.utils import get_total_norm
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.model.sharded_weights import FlatWeights, MainRange
+from megatron.vlm.model.sharded_weights import FlatWeights, ParameterRange
 from megatron.vlm.step.sharded import FlatGradients
 
 _CLIP_MARGIN = 1e-6  # as core's
@@ -43,13 +43,14 @@ class ShardedAdam:
         self._gradients, self._tensor_group = gradients, tensor_group
         # Float32 weights; `float` returns the shard itself if it is float32.
         self._main_of = {flat: flat.own_Q.float() for flat in gradients}
-        self.ranges = list[MainRange]()
+        # Flat float32 main weights, which key the optimizer's state.
+        self.mains = dict[ParameterRange, torch.Tensor]()
         mains_of = defaultdict[torch.nn.Parameter, list[torch.Tensor]](list)
         for flat, main_Q in self._main_of.items():
             for own in flat.ranges():
                 main = main_Q[own.place]
                 main.grad = gradients[flat].own_Q[own.place]
-                self.ranges.append(MainRange(own=own, main=main, flat=flat))
+                self.mains[own] = main
                 mains_of[own.parameter].append(main)
         own_groups = [
             {**group, "params": [main for weight in group["params"] for main in mains_of[weight]]}
@@ -77,10 +78,10 @@ class ShardedAdam:
     def sum_over_tensor_ranks(self) -> None:
         """Sum gradients of sequence-parallel parameters over tensor-parallel ranks; collective."""
         partial_sums = [
-            part.main.grad
-            for part in self.ranges
+            main.grad
+            for own, main in self.mains.items()
             # Core's mark of sequence-parallel parameters.
-            if vars(part.own.parameter).get("sequence_parallel", False)
+            if vars(own.parameter).get("sequence_parallel", False)
         ]
         if self._tensor_group.size() == 1 or not partial_sums:
             return
@@ -109,12 +110,12 @@ class ShardedAdam:
         """Return the norm of all ranks' gradients, each counted once; collective."""
         first = self._tensor_group.rank() == 0  # counts parameters that ranks replicate
         counted = [
-            part.main.grad
-            for part in self.ranges
-            if part.flat.groups.copies.rank() == 0
+            main.grad
+            for own, main in self.mains.items()
+            if own.flat.groups.copies.rank() == 0
             # Core's mark of a second copy on another stage.
-            and not vars(part.own.parameter).get("shared", False)
-            and (first or vars(part.own.parameter)["tensor_model_parallel"])
+            and not vars(own.parameter).get("shared", False)
+            and (first or vars(own.parameter)["tensor_model_parallel"])
         ]
         squares = get_total_norm(counted).to(current_device()).square()
         dist.all_reduce(squares)

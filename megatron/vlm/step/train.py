@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -282,8 +283,11 @@ def build_trainer(
             chunks, settings, options.vision_settings, overlaps, bucket, tied=tied
         )
     encoders = _build_encoders(plan, options, settings, values_of)
+    param_groups = list(data_parallel.optimizer.param_groups)
+    if encoders is not None and encoders.data_parallel is not None:
+        param_groups += encoders.data_parallel.optimizer.param_groups
     scheduler = OptimizerParamScheduler(
-        _AllOptimizers(data_parallel, None if encoders is None else encoders.data_parallel),
+        SimpleNamespace(param_groups=param_groups),  # all that core's scheduler reads
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=options.min_lr,
@@ -307,18 +311,6 @@ def build_trainer(
         scheduler=scheduler,
         encoders=encoders,
     )
-
-
-class _AllOptimizers:
-    """A rank's optimizers as one, for core's scheduler."""
-
-    def __init__(self, *wrappers: DataParallel | None) -> None:
-        self._wrappers = [wrapper for wrapper in wrappers if wrapper is not None]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        # Not cached, as loading a checkpoint replaces the groups.
-        return [group for wrapper in self._wrappers for group in wrapper.optimizer.param_groups]
 
 
 def _wrap_replicated(

@@ -3,22 +3,13 @@
 Shapes: R rows (all leading axes), F feed-forward width of this rank, I = 2F (gate, then value).
 """
 
-from enum import Enum
-
 import torch
 import torch.nn.functional as F
 
 from megatron.vlm.model.fused.compiled import differentiable
+from omnibal.model.encoders import Gelu
 
 _QUICK_SLOPE = 1.702
-
-
-class Gelu(Enum):
-    """Forms of GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
-
-    EXACT = "exact"
-    TANH = "tanh"
-    QUICK = "quick"  # x * sigmoid(1.702 x)
 
 
 @differentiable("swiglu")
@@ -30,11 +21,9 @@ def swiglu(inner_RI: torch.Tensor, bias_I: torch.Tensor | None = None) -> torch.
 
 
 @differentiable("bias_gelu")
-def bias_gelu(
-    inner_RF: torch.Tensor, bias_F: torch.Tensor, form: Gelu = Gelu.EXACT
-) -> torch.Tensor:
+def bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor, form: Gelu = "gelu") -> torch.Tensor:
     """Return GELU of inner + bias in this form, [..., F]."""
     biased_RF = inner_RF + bias_F
-    if form == Gelu.QUICK:
+    if form == "quick_gelu":
         return biased_RF * torch.sigmoid(_QUICK_SLOPE * biased_RF)
-    return F.gelu(biased_RF, approximate="tanh" if form == Gelu.TANH else "none")
+    return F.gelu(biased_RF, approximate="tanh" if form == "gelu_tanh" else "none")
