@@ -218,7 +218,10 @@ def run_rule_backward(
     """Return the gradients of `inputs`, the first five of `run_rule`."""
     again = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
-        output_TNE, _ = run_rule(*again, borders, inverse_TNB)
+        query_TGD, key_TGD, value_TNE, decay_TN, beta_TN = again
+        output_TNE, _ = run_rule(
+            query_TGD, key_TGD, value_TNE, decay_TN, beta_TN, borders, inverse_TNB
+        )
     return torch.autograd.grad(output_TNE, again, gradient_TNE)
 
 
