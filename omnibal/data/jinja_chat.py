@@ -137,14 +137,13 @@ class CompiledTemplate:
                 name, arguments = called.__name__, (called.__self__, *arguments[2:])
         sized = [value for value in arguments if isinstance(value, _SIZED)]
         items = [item for value in sized if isinstance(value, list | tuple) for item in value]
-        texts = [value for value in sized if isinstance(value, str)]
+        texts = [value for value in (*sized, *items) if isinstance(value, str)]
         self.read += _ITEM * len(items) + sum(map(len, texts))
-        if name == "join":
-            self.read += sum(len(item) for item in items if isinstance(item, str))
-        elif name == "replace" and len(texts) >= 3:
+        if name == "replace" and len(texts) >= 3:
             self.read += texts[0].count(texts[1]) * len(texts[2])
         elif name in _PADDING:
-            numbers = [abs(number) for number in arguments if isinstance(number, int)]
+            # The first argument is the value itself, as of `1700000000 | tojson`.
+            numbers = [abs(number) for number in arguments[1:] if isinstance(number, int)]
             lengths = [1 + len(text) for text in sized]
             self.read += max(numbers, default=0) * math.prod(lengths)
         elif name in _FORMATTING and texts and _WIDE_FORMAT.search(texts[0]):

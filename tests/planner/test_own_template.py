@@ -469,6 +469,6 @@ def test_limits_do_not_change_what_a_template_writes():
         "{{ '%02d%s%5.2f' % (3, 'a', 1.5) }} {{ '{:>9}{}'.format(1, 2) }} {{ [1, 2] | join('-') }}"
     )
     template += "{{ 'aba'.replace('a', 'c') }} {{ 'x' | indent(2) }} {{ 'b'.center(5) }}"
-    template += "{{ '%02d' % 3 }} {{ '-' * 4 }} {{ 2 * 'a' }} {{ [0] * 2 }}"
+    template += "{{ '%02d' % 3 }} {{ '-' * 4 }} {{ 2 * 'a' }} {{ [0] * 2 }} {{ (9**9)|tojson }}"
     rendered = render_chat(compiled_template(template, "t"), [])
     assert rendered == jinja2.Template(template).render()
