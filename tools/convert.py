@@ -45,10 +45,7 @@ _NO_TOKENIZER = (
 )
 _UNITS = {"MB": 10**6, "GB": 10**9}
 
-app = typer.Typer(
-    help=__doc__.split("\n\n")[0], add_completion=False,
-    pretty_exceptions_enable=False,
-)  # fmt: skip
+app = typer.Typer(help=__doc__.split("\n\n")[0], add_completion=False)
 
 
 @app.command("import")

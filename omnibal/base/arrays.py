@@ -9,13 +9,7 @@ T = TypeVar("T")
 
 
 def expand_ranges(first: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row and the value of every integer of ranges of `number` integers [rows] from
-    `first` [rows] on.
-
-    Example:
-        >>> [found.tolist() for found in expand_ranges(np.array([4, 0]), np.array([2, 3]))]
-        [[0, 0, 1, 1, 1], [4, 5, 0, 1, 2]]
-    """
+    """Return row and value of every integer of `number` [rows] integers from `first` [rows] on."""
     row, before = np.repeat(np.arange(len(number)), number), np.cumsum(number) - number
     return row, np.arange(len(row)) + np.repeat(first - before, number)
 

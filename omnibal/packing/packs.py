@@ -58,9 +58,8 @@ class Packs:
 
     def take(self, order: np.ndarray) -> "Packs":
         counts = np.diff(self.offsets)[order]
-        return Packs.from_counts(
-            self.samples[expand_ranges(self.offsets[order], counts)[1]], counts
-        )
+        _, place = expand_ranges(self.offsets[order], counts)
+        return Packs.from_counts(self.samples[place], counts)
 
     @staticmethod
     def join(parts: Sequence["Packs"]) -> "Packs":
