@@ -99,7 +99,7 @@ class SourceMeta(Naming):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
     name: str
-    root: Path
+    root: Path  # folder of its media or shards
     unit: str  # noun for a record in messages
     in_shards: bool  # whether records are members of tar shards
     meta: SourceMeta
@@ -186,11 +186,6 @@ class Annotations:
     @property
     def sources(self) -> tuple[str, ...]:
         return tuple(entry.name for entry in self.entries)
-
-    @property
-    def roots(self) -> tuple[Path, ...]:
-        """Folder of each source's media or shards."""
-        return tuple(entry.root for entry in self.entries)
 
     @property
     def augmented_sources(self) -> tuple[str, ...]:

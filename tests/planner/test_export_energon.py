@@ -49,7 +49,7 @@ class TextShard:
 
     def __init__(self, samples: int, root: Path = Path()) -> None:
         self.file = self.source = np.zeros(samples, np.int32)
-        self.sources, self.roots = ("a",), (root,)
+        self.sources, self.entries = ("a",), (SimpleNamespace(root=root),)
 
     def read_stored(self, index: int) -> StoredRecord:
         return StoredRecord(b"{}", f"{index:06}", True)

@@ -118,7 +118,7 @@ def _find_datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, s
 
 
 def _find_prepared_folder(annotations: Annotations, source: int) -> Path:
-    root = annotations.roots[source].absolute()
+    root = annotations.entries[source].root.absolute()
     for folder in (root, *root.parents):
         if (folder / _NV_META).is_dir():
             return folder

@@ -95,7 +95,7 @@ def _roots(annotations: Annotations) -> dict[Path, Path]:
     pairs = np.unique(np.stack([annotations.file, annotations.source], axis=1), axis=0)
     roots: dict[Path, Path] = {}
     for file, source in pairs.tolist():
-        path, root = annotations.files[file].absolute(), annotations.roots[source].absolute()
+        path, root = annotations.files[file].absolute(), annotations.entries[source].root.absolute()
         if roots.setdefault(path, root) != root:
             raise UserError(
                 f"{path}: has images in {roots[path]} and {root}; XTuner takes one folder per file"
