@@ -131,7 +131,7 @@ def lengths(
     Formats: ms-swift (also its cached datasets), LLaMA-Factory, Qwen-VL, InternVL and LLaVA
     (docs/data.md).
     """
-    from omnibal.data.external_lengths import is_cached_dataset
+    from omnibal.data.external_lengths import cached_folder
     from omnibal.report.plan_tables import sources_table
 
     start = time.perf_counter()
@@ -146,7 +146,7 @@ def lengths(
         # InternVL's own templates go with its own tiling.
         own_tiles = config.tiling.model_copy(update={"by_processor": False})
         config = config.with_tower("vision", tiling=own_tiles)
-    if is_cached_dataset(meta):
+    if cached_folder(meta) is not None:
         given = {"--tokenizer-model": tokenizer_model, "--template": scan.template}
         for option, value in given.items():
             if value is not None:

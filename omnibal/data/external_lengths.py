@@ -27,14 +27,10 @@ _STATE_FILE = "state.json"
 _DATASET_REMEDY = "give the folder that `swift export --to_cached_dataset true` made"
 
 
-def is_cached_dataset(path: Path) -> bool:
-    """Return whether a path is a local ms-swift cached dataset."""
-    return not isinstance(path, RemotePath) and cached_folder(path) is not None
-
-
 def cached_folder(path: Path) -> Path | None:
-    """Return `path` or its folder `train`, whichever has a state.json. None if neither."""
-    return next((at for at in (path, path / "train") if (at / _STATE_FILE).is_file()), None)
+    """Return a local `path` or its folder `train`, if one has a state.json."""
+    folders = () if isinstance(path, RemotePath) else (path, path / "train")
+    return next((at for at in folders if (at / _STATE_FILE).is_file()), None)
 
 
 def cached_files(path: Path) -> list[Path]:

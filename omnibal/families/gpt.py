@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
 from omnibal.families.text import LayeredText, TextTable, read_language_model
 from omnibal.model.config import ModelConfig
@@ -12,8 +12,6 @@ from omnibal.model.layer_kinds import ExpertsConfig, LayerKind
 
 class PlainText(TextTable):
     """Keys shared by GPT families; sections of tables.toml hold their differences."""
-
-    rms_norm_eps: PositiveFloat = 1e-5
 
     @property
     def parts(self) -> dict[str, Any]:

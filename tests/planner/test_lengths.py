@@ -17,7 +17,7 @@ from PIL import Image
 from plan_cases import MODEL, origin_of
 
 from omnibal.base.errors import UserError
-from omnibal.data.external_lengths import is_cached_dataset, read_cached_lengths, read_cached_tokens
+from omnibal.data.external_lengths import cached_folder, read_cached_lengths, read_cached_tokens
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.native_resolution import image_segments
 from omnibal.model.config import load_model
@@ -383,4 +383,4 @@ def test_what_cannot_be_counted_is_refused(tmp_path, rows, said):
 def test_other_folders_and_files_are_not_taken_for_counted(tmp_path):
     """Prevents annotation files read as a dataset with counted tokens."""
     (tmp_path / "a.jsonl").write_text("{}\n")
-    assert not is_cached_dataset(tmp_path) and not is_cached_dataset(tmp_path / "a.jsonl")
+    assert cached_folder(tmp_path) is None and cached_folder(tmp_path / "a.jsonl") is None
