@@ -39,7 +39,6 @@ from megatron.vlm.run.gather import gather_stage_records
 from megatron.vlm.run.launch import RankLaunch, initialize_distributed, open_store
 from megatron.vlm.step.clock import Phase, phase_times_ms
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
 from omnibal.cost.profile import Profile
 from omnibal.data.annotations import Annotations
@@ -135,9 +134,8 @@ class _PaddedDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, item: int) -> MicroBatch | UserError:
-        batch = self._dataset[item]
-        return batch if isinstance(batch, UserError) else padded_to_longest(batch)
+    def __getitem__(self, item: int) -> MicroBatch:
+        return padded_to_longest(self._dataset[item])
 
 
 class TrainWorker:
@@ -184,7 +182,8 @@ class TrainWorker:
         run, dataset = self._planned[variant], self._datasets[variant]
         sizes = [len(run.rows(step)) for step in run.steps[: number + 1]]
         first = sum(sizes[:-1])
-        self._loaded = [_load_batch(dataset[item]) for item in range(first, first + sizes[-1])]
+        items, device = range(first, first + sizes[-1]), current_device()
+        self._loaded = [dataset[item].to(device) for item in items]
 
     def train(self, variant: Variant, step: int) -> TrainedStep:
         """Train a step on the loaded micro-batches, after a warm-up."""
@@ -240,12 +239,6 @@ class TrainWorker:
             batches=iter(load(rows)), shapes=MicroBatchShape.of_rows(run.packs, rows)
         )
         return peak_activation_bytes(trainer, partial(train_step, trainer, stream))
-
-
-def _load_batch(batch: MicroBatch | UserError) -> MicroBatch:
-    if isinstance(batch, UserError):
-        raise batch
-    return batch.to(current_device())
 
 
 def _make_dataset(run: Planned, data: TrainingData, stage: int) -> torch.utils.data.Dataset:

@@ -1,6 +1,7 @@
 """A dataset, its lengths and packs."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -75,15 +76,13 @@ def _line(images: list[str], answer: str) -> str:
     return json.dumps({"image": images, "conversations": turns}) + "\n"
 
 
-def shares(dataset: PackDataset, level: Level) -> list:
-    """Return the dataset's pack as loaded by each rank of its context-parallel group."""
-    return [
-        PackDataset(
+def shares(dataset: PackDataset, level: Level) -> Iterator:
+    """Yield the dataset's pack as loaded by each rank of its context-parallel group."""
+    for rank in range(level.context):
+        yield PackDataset(
             dataset.reader, dataset.scheduled, dataset.lengths, dataset.rows, dataset.stage,
             dataset.options, Sharing(dp_rank=rank, levels=[level]),
-        )[0]
-        for rank in range(level.context)
-    ]  # fmt: skip
+        )[0]  # fmt: skip
 
 
 def assert_same(got, expected):

@@ -125,7 +125,8 @@ def test_unreadable_sample_is_told_of_once(shown):
     labels = sum(len(one.labels_L) for each in batches for one in each if one.labels_L is not None)
     assert learned - labels == lost
     stops = job_of(shown, replace(SKIP, on_bad_sample=OnBadSample.STOP))
-    assert any(isinstance(one, UserError) for rank in job.ranks for one in stops.dataset(rank))
+    with pytest.raises(UserError, match="--on-bad-sample skip"):
+        [list(stops.dataset(rank)) for rank in job.ranks]
 
 
 @pytest.mark.parametrize("most", [1, 9, 25, 1000])

@@ -38,10 +38,7 @@ class SpeechData(Data):
 
     def load(self, stage: Stage, options=MicroBatchOptions(), pack: list[int] = PACK):  # noqa: B008
         """Return a pack as loaded for a stage."""
-        batch = super().load(pack, stage, options)
-        if isinstance(batch, UserError):
-            raise batch
-        return batch
+        return super().load(pack, stage, options)
 
     def path(self, sample: int) -> Path:
         return self.reader.annotations[sample].recordings[0].path

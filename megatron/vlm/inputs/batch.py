@@ -112,7 +112,7 @@ class MicroBatch:
         if not answers:
             fields = {"loss_positions_L": nothing, "labels_L": nothing}
             fields["loss_weights_L"] = torch.zeros(0, device=device)
-        for name, (feature, shape) in encoder_inputs(model).items():
+        for name, (feature, _, shape) in encoder_inputs(model).items():
             fields[name] = torch.zeros((0, *shape), device=device)
             places = "audio_positions_N" if feature == "clips" else "image_positions_M"
             fields[places] = nothing
@@ -212,15 +212,16 @@ EMBEDDING_UNITS = {
 }
 
 
-def encoder_inputs(model: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return feature and shape of an item (or patch) of each encoder's inputs, by field."""
-    inputs: dict[str, tuple[str, tuple[int, ...]]] = {}
+def encoder_inputs(model: ModelConfig) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+    """Return feature, rows per item and shape of a row of each encoder's inputs, by field."""
+    inputs: dict[str, tuple[str, int, tuple[int, ...]]] = {}
     if model.takes_images:
-        inputs["pixels_TCPP"] = "tiles", (3, model.vision.image_size, model.vision.image_size)
+        inputs["pixels_TCPP"] = "tiles", 1, (3, model.vision.image_size, model.vision.image_size)
     if model.images is not None:
-        inputs["patches_YX"] = "image_tokens", (model.images.values_per_patch,)
+        patches = model.images.positions_per_item
+        inputs["patches_YX"] = "image_tokens", patches, (model.images.values_per_patch,)
     if model.takes_audio:
-        inputs["frames_CBF"] = "clips", (model.audio.mel_bins, model.audio.frames)
+        inputs["frames_CBF"] = "clips", 1, (model.audio.mel_bins, model.audio.frames)
     return inputs
 
 

@@ -19,7 +19,7 @@ from megatron.vlm.inputs.native_images import (
     ImageNeeds,
     NativeImages,
     blank_text,
-    read_native_images,
+    list_native_images,
 )
 from megatron.vlm.inputs.pack_share import PackShare, Sharing, feature_route, samples_of_items
 from megatron.vlm.inputs.read_ahead import read_ahead
@@ -29,6 +29,7 @@ from megatron.vlm.inputs.reader import (
     check_count,
     check_frame_count,
     normalize_tiles,
+    shown_frames,
 )
 from omnibal.base.errors import UserError
 from omnibal.data.chat import EncodedSample, encode_sample
@@ -92,7 +93,7 @@ class _Draft:
     tokens: int
     images: NativeImages  # images and videos at native resolution
     own: Mapping[str, range]  # items that this rank encodes, by feature
-    values: Mapping[str, np.ndarray]  # own tiles and clips by field; zeros if unreadable
+    values: Mapping[str, np.ndarray]  # own `encoder_inputs` by field; zeros if unreadable
     unreadable: str | None  # error of an unreadable file, if one was found
 
 
@@ -108,8 +109,7 @@ class _OwnPart:
 class PackDataset(torch.utils.data.Dataset):
     """Micro-batches of one data-parallel rank for one pipeline stage.
 
-    Item i is the MicroBatch of row `rows[i]`, or the UserError of loading it, which is returned
-    because loader processes hide a raised exception's message in a traceback.
+    Item i is the MicroBatch of row `rows[i]`. UserError if it cannot be loaded.
 
     Args:
         sharing: the rank that reads shared packs, or None if no packs are shared.
@@ -135,27 +135,24 @@ class PackDataset(torch.utils.data.Dataset):
         self._takes_tiles, self._native = reader.model.takes_images, reader.model.images
         self._needs = ImageNeeds.of_stage(reader.model, stage)
         self._embedded = {
-            name: (feature, shape)
-            for name, (feature, shape) in encoder_inputs(reader.model).items()
-            if feature != "image_tokens" and stage.holds(EMBEDDING_UNITS[name])
+            name: rows
+            for name, rows in encoder_inputs(reader.model).items()
+            if stage.holds(EMBEDDING_UNITS[name])
         }
-        """Feature and item shape of tiles and clips that the stage embeds, by field."""
+        """`encoder_inputs` that the stage embeds."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, item: int) -> MicroBatch | UserError:
+    def __getitem__(self, item: int) -> MicroBatch:
         row, sharing = int(self.rows[item]), self.sharing
-        try:
-            share = None if sharing is None else sharing.share(self.scheduled, self.lengths, row)
-            if share is not None:
-                items = {name: share.own_items(name) for name in _ITEM_FEATURES}
-                return self._load(row, _OwnPart(pieces=share.own_pieces, items=items, share=share))
-            items = {name: range(self.scheduled.column(name)[row]) for name in _ITEM_FEATURES}
-            pieces = keep_samples_whole(self.lengths.tokens[self.scheduled.packs[row]])
-            return self._load(row, _OwnPart(pieces=pieces, items=items, share=None))
-        except UserError as error:
-            return error
+        share = None if sharing is None else sharing.share(self.scheduled, self.lengths, row)
+        if share is not None:
+            items = {name: share.own_items(name) for name in _ITEM_FEATURES}
+            return self._load(row, _OwnPart(pieces=share.own_pieces, items=items, share=share))
+        items = {name: range(self.scheduled.column(name)[row]) for name in _ITEM_FEATURES}
+        pieces = keep_samples_whole(self.lengths.tokens[self.scheduled.packs[row]])
+        return self._load(row, _OwnPart(pieces=pieces, items=items, share=None))
 
     def load_items(self, row: int, items: Mapping[str, range]) -> MicroBatch:
         """Return items of a pack, by feature, as a micro-batch without tokens; raises UserError."""
@@ -184,18 +181,13 @@ class PackDataset(torch.utils.data.Dataset):
             position: self._read_draft(int(indices[position]), items, epoch)
             for position, items in self._select_samples(own, sample_items).items()
         }
-        for name, (_, shape) in self._embedded.items():
+        for name, (_, _, shape) in self._embedded.items():
             values = [draft.values[name] for draft in drafts.values() if name in draft.values]
             empty = np.zeros((0, *shape), np.float32)  # np.concatenate takes no empty list
             fields[name] = torch.from_numpy(np.concatenate([empty, *values]))
-        images = [draft.images for draft in drafts.values()]
         if self._needs.grids:
-            fields["image_grids"] = tuple(grid for image in images for grid in image.grids)
-        if self._native is not None and self._needs.patches:
-            patches = [image.patches_YX for image in images if image.patches_YX is not None]
-            fields["patches_YX"] = torch.cat(
-                [torch.zeros((0, self._native.values_per_patch)), *patches]
-            )
+            grids = (grid for draft in drafts.values() for grid in draft.images.grids)
+            fields["image_grids"] = tuple(grids)
         is_at_end = self.stage.holds("language embed") or self.stage.holds("head")
         if is_at_end or self._needs.places or self._needs.rope:
             image_items = sample_items["tiles" if self._native is None else "image_tokens"]
@@ -253,14 +245,8 @@ class PackDataset(torch.utils.data.Dataset):
         place = int(self.lengths.annotation_indices(np.array([index]))[0])
         sample = self.reader.annotations[place]
         tiles, clips = (int(self.lengths.column(name)[index]) for name in ("tiles", "clips"))
-        images = read_native_images(
-            self.reader,
-            sample,
-            self.lengths.pieces_of_images(np.array([index]))[0].tolist(),
-            own["image_tokens"],
-            patches=self._needs.patches,
-            verdict=self._finds_unreadable,
-        )
+        cells = self.lengths.pieces_of_images(np.array([index]))[0].tolist()
+        images = list_native_images(self.reader, sample, cells, own["image_tokens"])
         values, unreadable = dict[str, np.ndarray](), images.unreadable
         try:
             if self._takes_tiles:
@@ -270,6 +256,8 @@ class PackDataset(torch.utils.data.Dataset):
                     keys = keys[own["tiles"].start : own["tiles"].stop]
                     pixels = list(map(compress_as_jpeg, pixels, jpeg_qualities(keys)))
                 values["pixels_TCPP"] = normalize_tiles(pixels, self.reader.model.vision.image_size)
+            if unreadable is None:
+                values |= self._read_patches(sample, images)
             values |= self._read_clips(sample, clips, own["clips"])
         except UnreadableFile as error:
             unreadable = str(error)
@@ -278,8 +266,8 @@ class PackDataset(torch.utils.data.Dataset):
         # Blank even if only one file is unreadable: the loss is masked for the full sample.
         if unreadable is not None:
             values = {
-                name: np.zeros((len(own[feature]), *shape), np.float32)
-                for name, (feature, shape) in self._embedded.items()
+                name: np.zeros((len(own[feature]) * rows, *shape), np.float32)
+                for name, (feature, rows, shape) in self._embedded.items()
             }
         return _Draft(
             sample=sample,
@@ -309,6 +297,19 @@ class PackDataset(torch.utils.data.Dataset):
         check_frame_count(sample.shown(self.reader.model.tiling), tiles)
         check_count(sum(self.reader.tiles_per_image(sample)), tiles, "tiles", sample)
         return self.reader.some_tiles(sample, own_tiles)
+
+    def _read_patches(self, sample: Sample, images: NativeImages) -> dict[str, np.ndarray]:
+        """Return own patches by field. UnreadableFile as in `_read_tiles`, for native images."""
+        if self._native is None:
+            return {}
+        embeds = self.stage.holds("vision embed")
+        if self._finds_unreadable and not (embeds and images.is_whole):
+            # All ranks with parts of the sample decode all its files, and agree without messages.
+            times = [range(item.grid.times) for item in images.shown]
+            for _ in shown_frames(sample, self._native, times):
+                pass
+        patches = self.reader.patches(sample, images.shown, images.times) if embeds else None
+        return {} if patches is None else {"patches_YX": patches.numpy()}
 
     def _read_clips(self, sample: Sample, clips: int, own_clips: range) -> dict[str, np.ndarray]:
         """Return own clips by field. UnreadableFile as in `_read_tiles`, for recordings."""
@@ -366,9 +367,10 @@ class PackDataset(torch.utils.data.Dataset):
                 places[position] = image_positions.numpy()
             tower = self._native or self.reader.model.vision
             per_item = tower.tokens_per_item
-            route = feature_route(own.share, tower.feature, image_items, places, per_item)
-            fields["sent_features_F"] = torch.from_numpy(route.order_F)
-            fields["feature_counts"] = (route.sent, route.received)
+            order_F, by_rank = feature_route(
+                own.share, tower.feature, image_items, places, per_item
+            )
+            fields |= {"sent_features_F": torch.from_numpy(order_F), "feature_counts": by_rank}
         if self.stage.holds("head"):
             # A divided sample has one weight, and a piece's last label is the next piece's token.
             counts = np.array([text.loss_mask.sum() for text in texts.values()], np.int64)
@@ -472,9 +474,9 @@ def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -
     # Copies to CUDA are from pinned memory on a stream of their own.
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def begin_copy(item: MicroBatch | UserError) -> tuple[MicroBatch | UserError, Any]:
+    def begin_copy(item: MicroBatch) -> tuple[MicroBatch, Any]:
         """Start copying a micro-batch in the read-ahead thread; return it and its arrival."""
-        if stream is None or isinstance(item, UserError):
+        if stream is None:
             return item, None
         # Make the device current: pinning would create a CUDA context on device 0.
         with torch.cuda.stream(stream):
@@ -482,8 +484,6 @@ def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -
 
     with closing(read_ahead(dataset, num_workers, begin_copy)) as items:
         for item, arrived in items:
-            if isinstance(item, UserError):
-                raise item
             if arrived is not None:
                 computing = torch.cuda.current_stream(device)
                 computing.wait_event(arrived)

@@ -1,15 +1,11 @@
-"""Native-resolution images and videos of a sample: the grids and patches that a stage needs.
-
-Shapes: Y patches of X values.
-"""
+"""Native-resolution images and videos of a sample: the grids and frames that a stage needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from megatron.vlm.inputs.reader import SampleReader, UnreadableFile, check_count, shown_frames
+from megatron.vlm.inputs.reader import SampleReader, UnreadableFile, check_count
 from omnibal.base.errors import UserError
 from omnibal.data.chat import EncodedSample
 from omnibal.data.native_resolution import Grid, Shown, repeated_tokens, segments_of
@@ -25,7 +21,6 @@ class ImageNeeds:
     """Image fields and RoPE positions that a stage needs."""
 
     grids: bool = False  # for borders and rotations in encoder units
-    patches: bool = False  # for the patch embedding
     places: bool = False  # positions of features, for the language embed and deepstack layers
     rope: bool = False  # time, row and column of every token, for layers with sectioned RoPE
 
@@ -33,15 +28,14 @@ class ImageNeeds:
     def of_stage(cls, model: ModelConfig, stage: Stage) -> "ImageNeeds":
         layers = stage.layers("language")
         rope = bool(layers) and model.language.rope_sections is not None
-        towers = model.encoders.items()
-        name = next((name for name, tower in towers if tower is model.images), None)
-        if model.images is None or name is None:
+        if model.images is None:
             return cls(rope=rope)
-        embeds = stage.holds(f"{name} embed")
+        name = next(name for name, tower in model.encoders.items() if tower is model.images)
         takes_deepstack = bool(layers) and layers.start < len(model.images.deepstack_layers)
         return cls(
-            grids=embeds or bool(stage.layers(name)) or stage.holds(projector_unit(model, name)),
-            patches=embeds,
+            grids=bool(stage.layers(name))
+            or stage.holds(f"{name} embed")
+            or stage.holds(projector_unit(model, name)),
             places=takes_deepstack or stage.holds("language embed"),
             rope=rope,
         )
@@ -49,31 +43,24 @@ class ImageNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeImages:
-    """Images and videos of one sample, as this rank and stage read them."""
+    """Images and videos of one sample, and the frame groups that this rank encodes."""
 
     shown: tuple[Shown, ...] = ()  # all images and videos of the sample
-    grids: tuple[Grid, ...] = ()  # only of frame groups that this rank encodes
-    patches_YX: torch.Tensor | None = None  # of `grids`; None if not needed
-    unreadable: str | None = None  # error of an unreadable file, if one was found
+    times: tuple[range, ...] = ()  # own frame groups of each of `shown`; may be empty
+    grids: tuple[Grid, ...] = ()  # only of own frame groups
+    is_whole: bool = True  # whether all frame groups are own
+    unreadable: str | None = None  # error of unreadable headers, if any
     blank_cells: int | None = None  # planned cells, if unreadable headers prevent encoding
 
 
-def read_native_images(
-    reader: SampleReader,
-    sample: Sample,
-    planned: Sequence[int],
-    own: range,
-    *,
-    patches: bool,
-    verdict: bool,
+def list_native_images(
+    reader: SampleReader, sample: Sample, planned: Sequence[int], own: range
 ) -> NativeImages:
-    """Return a sample's images and videos. One unreadable file makes all patches blank.
+    """Return a sample's images and videos, from headers.
 
     Args:
         planned: planned cells of every image and frame group of a video, or their sum alone.
         own: cells that this rank encodes, of complete images and frame groups.
-        patches: whether patch values are needed.
-        verdict: whether all files must be checked.
     """
     encoder = reader.model.images
     if encoder is None:
@@ -81,7 +68,7 @@ def read_native_images(
     try:
         shown = tuple(reader.list_shown(sample))
     except UnreadableFile as error:
-        return _blank(sum(planned), len(own), encoder, patches, str(error))
+        return _blank(sum(planned), len(own), encoder, str(error))
     # Cells of an image, or of each frame group of a video.
     segments = [segments_of(item.grid, encoder) for item in shown]
     cells_of_segments = [item.tokens for item in segments for _ in range(item.number)]
@@ -91,7 +78,7 @@ def read_native_images(
             f"{sample.where}: {cells} image tokens where the plan counted {sum(planned)}, and a "
             "video of frames; restore frames, or take the sample out and plan again"
         )
-        return _blank(sum(planned), len(own), encoder, patches, missing)
+        return _blank(sum(planned), len(own), encoder, missing)
     check_count(cells, sum(planned), "image tokens", sample)
     is_whole = len(own) == cells
     if not is_whole and cells_of_segments != list(planned):
@@ -108,26 +95,16 @@ def read_native_images(
         )
         times.append(range(first, stop))
         start += segment.all_tokens
-    values, unreadable = None, None
-    try:
-        if verdict and not (patches and is_whole):
-            # All ranks with parts of the sample decode all its files, and agree without messages.
-            for _ in shown_frames(sample, encoder, [range(item.grid.times) for item in shown]):
-                pass
-        if patches:
-            values = reader.patches(sample, shown, times)
-    except UnreadableFile as error:
-        values, unreadable = _blank_patches(len(own), encoder, patches), str(error)
     pairs = zip(shown, times, strict=True)
     return NativeImages(
         shown=shown,
+        times=tuple(times),
         grids=tuple(item.grid._replace(times=len(groups)) for item, groups in pairs if groups),
-        patches_YX=values,
-        unreadable=unreadable,
+        is_whole=is_whole,
     )
 
 
-def _blank(cells: int, own: int, encoder: ImagesEncoder, patches: bool, error: str) -> NativeImages:
+def _blank(cells: int, own: int, encoder: ImagesEncoder, error: str) -> NativeImages:
     """Return one blank image with a single row of `cells`. This rank encodes `own` of them."""
     all_cells, grid = (
         Grid(1, encoder.merge_size, number * encoder.merge_size) for number in (cells, own)
@@ -135,15 +112,9 @@ def _blank(cells: int, own: int, encoder: ImagesEncoder, patches: bool, error: s
     return NativeImages(
         shown=(Shown(all_cells),) if cells else (),
         grids=(grid,) if own else (),
-        patches_YX=_blank_patches(own, encoder, patches),
         unreadable=error,
         blank_cells=cells,
     )
-
-
-def _blank_patches(cells: int, encoder: ImagesEncoder, patches: bool) -> torch.Tensor | None:
-    sizes = cells * encoder.positions_per_item, encoder.values_per_patch
-    return torch.zeros(sizes) if patches else None
 
 
 def blank_text(cells: int, tokens: int, reader: SampleReader) -> EncodedSample:

@@ -14,7 +14,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.packing.cut import Pieces, cut_pack
 from omnibal.packing.item_shares import bounds_of_items
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.packing.shares import empty_slots, shares_of
+from omnibal.packing.shares import shares_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -106,14 +106,10 @@ class Sharing:
 
     def slots(self, step: ScheduledPacks, parallel: Parallel) -> int:
         """Return the rank's number of micro-batches in a step, with empty ones."""
-        shares = shares_of(step, self.levels)
-        own = int((shares.dp_rank == self.dp_rank).sum())
-        if parallel.lockstep_ranks == 1:
-            return own
+        slots = np.bincount(shares_of(step, self.levels).dp_rank, minlength=parallel.data)
         # Experts' exchanges are collective: ranks with fewer micro-batches join with empty ones.
-        sizes = parallel.data, parallel.lockstep_ranks
-        _, empty_ranks, _ = empty_slots(shares.step, shares.dp_rank, *sizes)
-        return own + int((empty_ranks == self.dp_rank).sum())
+        blocks = slots.reshape(-1, parallel.lockstep_ranks)
+        return int(blocks[self.dp_rank // parallel.lockstep_ranks].max())
 
     def share(self, scheduled: ScheduledPacks, lengths: Lengths, row: int) -> PackShare | None:
         """Return the rank's share of a pack, or None if it has the full pack."""
@@ -128,23 +124,18 @@ class Sharing:
         return PackShare.cut(lengths.tokens[pack.samples], level, part, bounds)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ImageFeatureRoute:
-    """Destinations and sources of a rank's image features in a shared pack."""
-
-    order_F: np.ndarray  # own features in sending order: by target rank, then position; int64
-    sent: tuple[int, ...]  # features sent to each rank of the block
-    received: tuple[int, ...]  # features received from each rank, in token order
-
-
 def feature_route(
     share: PackShare,
     feature: str,
     sample_items: np.ndarray,
     image_positions: Mapping[int, np.ndarray],
     features_per_item: int,
-) -> ImageFeatureRoute:
-    """Return the route of a pack's image features to the ranks with their tokens.
+) -> tuple[np.ndarray, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the route of this rank's image features to the ranks with their tokens.
+
+    Returns:
+        Own features in sending order (by target rank, then position), int64 [F]; and the features
+        sent to, and received from, each rank of the block.
 
     Args:
         sample_items: items of every sample, int64 [samples].
@@ -173,11 +164,10 @@ def feature_route(
         item = item_start[sample] + number // features_per_item
         sources.append(np.searchsorted(share.item_bounds[feature], item, "right") - 1)
     target, source = np.concatenate(targets), np.concatenate(sources)
-    return ImageFeatureRoute(
-        order_F=np.argsort(target, kind="stable"),
-        sent=tuple(np.bincount(target, minlength=share.context).tolist()),
-        received=tuple(np.bincount(source, minlength=share.context).tolist()),
+    sent, received = (
+        tuple(np.bincount(rank, minlength=share.context).tolist()) for rank in (target, source)
     )
+    return np.argsort(target, kind="stable"), (sent, received)
 
 
 def samples_of_items(items: range, sample_items: np.ndarray) -> list[int]:

@@ -37,11 +37,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def read_ahead(
-    dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
+    dataset: Any, num_workers: int, prepare: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
     """Yield every prepared item in order, or raise; close the iterator to end the workers.
 
+    A UserError of the dataset is raised in place of its item.
+
     Args:
+        dataset: has a length, and items by number.
         num_workers: number of loader processes; 0 reads in a thread.
         prepare: function applied to each item in the reading thread.
     """
@@ -68,16 +71,16 @@ class _End:
 class _ReadAhead:
     """Thread that owns the DataLoader and hands over its items through a queue of one."""
 
-    def __init__(
-        self, dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, dataset: Any, num_workers: int, prepare: Callable[[Any], Any]) -> None:
         self.closed = threading.Event()
         self._loader = torch.utils.data.DataLoader(
-            dataset,
+            range(len(dataset)),
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=_PREFETCH if num_workers else None,
-            collate_fn=pack_parcel if num_workers else lambda item: item,
+            collate_fn=functools.partial(
+                _load_item, dataset, pack_parcel if num_workers else lambda item: item
+            ),
             worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         )
         self._prepare = prepare
@@ -122,8 +125,9 @@ class _ReadAhead:
         self._workers += set(multiprocessing.active_children()) - others
         self._started.set()
         for item in items:
-            self._hand_over(self._prepare(self._unpack(item)))
-            if self._is_abandoned():
+            failed = isinstance(item, UserError)
+            self._hand_over(_End(item) if failed else self._prepare(self._unpack(item)))
+            if failed or self._is_abandoned():
                 return
 
     def _find_killed_worker(self, patience_s: float) -> BaseProcess | None:
@@ -146,6 +150,14 @@ class _ReadAhead:
         # After an exception the interpreter waits for this thread before it ends: stop then, while
         # workers can still be stopped.
         return self.closed.is_set() or not threading.main_thread().is_alive()
+
+
+def _load_item(dataset: Any, pack: Callable[[Any], Any], number: int) -> Any:
+    """Return the packed item, or the UserError of loading it."""
+    try:
+        return pack(dataset[number])
+    except UserError as error:
+        return error  # torch would hide its message in a traceback
 
 
 def _begin_worker(trainer: int, worker: int) -> None:

@@ -56,13 +56,6 @@ class Prompt:
     items: Mapping[str, int]  # tiles, clips and image tokens up to the question, by feature
     shown: tuple[Shown, ...] = ()  # native-resolution images and videos up to the question
 
-    @property
-    def items_of_field(self) -> dict[str, int]:
-        """Return the length of the first axis of each item field of MicroBatch, by field name."""
-        patches = sum(grid.patches for grid, _ in self.shown)
-        tiles, clips = self.items["tiles"], self.items["clips"]
-        return {"pixels_TCPP": tiles, "frames_CBF": clips, "patches_YX": patches}
-
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import EMBEDDING_UNITS, MicroBatch, encoder_inputs
+from megatron.vlm.inputs.native_images import ImageNeeds
 from megatron.vlm.inputs.pack_share import PackShare
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
@@ -27,10 +28,11 @@ from omnibal.model.layer_kinds import LayerRun
 from omnibal.model.levels import ContextExchange, CutRule, Level, exchange_mistake
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import EXCHANGED, LANGUAGE, deepstack_of
+from omnibal.model.units import EXCHANGED, LANGUAGE
 from omnibal.packing.features import part_features
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_units import Stage
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 _SMALLEST_SHARE = 0.25  # smaller shares of the token cap are dominated by latency
 _SHARES = (1 / 4, 1 / 16)  # tokens of a context-parallel rank, as fractions of a pack's cap
@@ -137,29 +139,29 @@ def random_batch(
     """Return a micro-batch of these sizes with random content, on the host.
 
     Args:
-        stage: units that need fields, or None for all fields.
+        stage: units that need fields, or None for all units.
         images: tokens of each native-resolution image, at the first positions.
     """
     tokens, image_tokens = sum(segment_tokens), sum(images)
     # Seeded by sizes, so that all stages and processes make the same content.
     seed = clips * 104_729 + (tiles + image_tokens) * 7919 + tokens
     generator, fields = torch.Generator().manual_seed(seed), dict[str, Any]()
-
-    def holds(unit: str) -> bool:
-        return stage is None or stage.holds(unit)
-
-    rows = {"tiles": tiles, "clips": clips, "image_tokens": image_tokens}
+    stage = stages_from_cuts(model, ())[0] if stage is None else stage
+    needs = ImageNeeds.of_stage(model, stage)
+    items = {"tiles": tiles, "clips": clips, "image_tokens": image_tokens}
     if model.images is not None:
-        fields |= _image_fields(model, model.images, images, stage)
-        rows["image_tokens"] *= model.images.positions_per_item
-    if model.language.rope_sections is not None and (stage is None or stage.layers(LANGUAGE)):
+        fields["image_tokens"] = image_tokens
+        fields["image_grids"] = tuple(_nearly_square(model.images, size) for size in images)
+    if needs.places:
+        fields["image_positions_M"] = torch.arange(image_tokens)
+    if needs.rope:
         positions_S = torch.cat([torch.arange(length) for length in segment_tokens])
         fields["rope_positions_3S"] = positions_S.expand(3, -1).contiguous()  # as in text
-    for name, (feature, shape) in encoder_inputs(model).items():
-        if holds(EMBEDDING_UNITS[name]):
-            fields[name] = torch.randn((rows[feature], *shape), generator=generator)
+    for name, (feature, rows, shape) in encoder_inputs(model).items():
+        if stage.holds(EMBEDDING_UNITS[name]):
+            fields[name] = torch.randn((items[feature] * rows, *shape), generator=generator)
     ids_S = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
-    if holds("language embed"):
+    if stage.holds("language embed"):
         # Images are first, then recordings.
         fields["token_ids_S"], first = ids_S, image_tokens
         if model.takes_images:
@@ -168,7 +170,7 @@ def random_batch(
         if model.takes_audio:
             stop = first + clips * model.audio.tokens_per_item
             fields["audio_positions_N"] = torch.arange(first, stop)
-    if holds("head"):
+    if stage.holds("head"):
         fields |= {"token_ids_S": ids_S} if model.language.prediction_layers else {}
         positions_L = torch.randperm(tokens, generator=generator)[:loss_tokens].sort().values
         fields["loss_positions_L"] = positions_L
@@ -179,23 +181,10 @@ def random_batch(
     )
 
 
-def _image_fields(
-    model: ModelConfig,
-    tower: ImagesEncoder,
-    sizes: Sequence[int],
-    stage: Stage | None,
-) -> dict[str, Any]:
-    merge, grids = tower.merge_size, list[Grid]()
-    for size in sizes:
-        # As close to a square as possible.
-        rows = max(count for count in range(1, math.isqrt(size) + 1) if size % count == 0)
-        grids.append(Grid(1, rows * merge, size // rows * merge))
-    fields: dict[str, Any] = {"image_tokens": sum(sizes), "image_grids": tuple(grids)}
-    # For stages that insert image features, or add deepstack features in the first layers.
-    deepstack = {*range(len(deepstack_of(model)))}
-    if stage is None or stage.holds("language embed") or deepstack & {*stage.layers(LANGUAGE)}:
-        fields["image_positions_M"] = torch.arange(sum(sizes))
-    return fields
+def _nearly_square(tower: ImagesEncoder, tokens: int) -> Grid:
+    """Return the grid of an image of these tokens, as close to a square as possible."""
+    rows = max(count for count in range(1, math.isqrt(tokens) + 1) if tokens % count == 0)
+    return Grid(1, rows * tower.merge_size, tokens // rows * tower.merge_size)
 
 
 def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:

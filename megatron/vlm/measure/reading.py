@@ -14,9 +14,8 @@ import torch
 
 from megatron.vlm.backend import has_cuda
 from megatron.vlm.inputs.read_ahead import read_ahead
-from megatron.vlm.inputs.reader import SampleReader, normalize_tiles
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.rates import sum_over_ranks
-from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import usable_cores
 from omnibal.cost.profile import ReadingMeasurement
 
@@ -35,7 +34,7 @@ class ReadSamples:
 
 
 class SampleDraws(torch.utils.data.Dataset):
-    """Endless passes over one random order; items are `samples` samples, or a UserError."""
+    """Endless passes over one random order; items are `samples` samples."""
 
     def __init__(self, reader: SampleReader, samples: int) -> None:
         self._reader, self._samples = reader, samples
@@ -46,22 +45,16 @@ class SampleDraws(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return _ENDLESS
 
-    def __getitem__(self, item: int) -> ReadSamples | UserError:
-        numbers = np.arange(self._samples) + item * self._samples
-        try:
-            return self._read_samples(self._order[numbers % len(self._order)])
-        except UserError as error:
-            return error
-
-    def _read_samples(self, drawn: np.ndarray) -> ReadSamples:
+    def __getitem__(self, item: int) -> ReadSamples:
         reader, model = self._reader, self._reader.model
+        numbers = np.arange(self._samples) + item * self._samples
+        drawn = self._order[numbers % len(self._order)]
         moments_s = [time.process_time()]
         samples = [reader.annotations[index] for index in drawn.tolist()]
-        tiles = [reader.tiles(sample) if model.takes_images else [] for sample in samples]
-        pixels = torch.zeros(0)
-        if model.takes_images:
-            all_tiles = [tile for of_sample in tiles for tile in of_sample]
-            pixels = torch.from_numpy(normalize_tiles(all_tiles, model.vision.image_size))
+        tiles = [
+            reader.pixels(sample) if model.takes_images else torch.zeros(0) for sample in samples
+        ]
+        pixels = torch.cat(tiles)
         moments_s.append(time.process_time())
         shown, patches, cells = [reader.list_shown(sample) for sample in samples], torch.zeros(0), 0
         if model.images is not None:
@@ -86,7 +79,7 @@ class SampleDraws(torch.utils.data.Dataset):
 class Reading:
     """Consumer of the loader's samples at the rate of the timed passes' tokens."""
 
-    def __init__(self, items: Iterator[ReadSamples | UserError]) -> None:
+    def __init__(self, items: Iterator[ReadSamples]) -> None:
         self._items = items
         self._due_tokens = 0.0
         self._samples = 0
@@ -97,8 +90,6 @@ class Reading:
         self._due_tokens += tokens
         while self._due_tokens > 0:
             item = next(self._items)
-            if isinstance(item, UserError):
-                raise item
             self._due_tokens -= item.counts[-1]
             self._samples += item.samples
             self._counts += item.counts

@@ -198,9 +198,10 @@ def run_stages(
     launch: RankLaunch,
     store: dist.Store,
 ) -> None:
-    """Run unfinished stages, dealt out to processes, and write results; wait for all processes.
+    """Run unfinished stages, dealt out to processes, and write results.
 
-    Rank 0 creates `output` if absent, shows all progress, and raises a UserError of all failures.
+    Rank 0 creates `output` if absent, shows all progress, waits for all processes, and raises a
+    UserError of all failures.
     """
     if launch.rank == 0:
         files.open(output, info)
@@ -223,14 +224,12 @@ def run_stages(
             except UserError as error:
                 # Other stages still run. Only text: the error would keep this stage's memory alive.
                 store.set(f"failed {stage}", str(error))
-        _arrive(store, "done", launch, meanwhile=lambda: on_run(0))
-    failures = [
-        store.get(f"failed {stage}").decode() for stage in runs if store.check([f"failed {stage}"])
-    ]
-    # Rank 0 may serve the store, so it leaves last.
-    _arrive(store, "finished", launch, waits=launch.rank == 0)
-    if failures and launch.rank == 0:
-        raise UserError("; ".join(failures))
+        # Rank 0 may serve the store, so it leaves last.
+        _arrive(store, "done", launch, waits=launch.rank == 0, meanwhile=lambda: on_run(0))
+    if launch.rank == 0:
+        failed = [f"failed {stage}" for stage in runs if store.check([f"failed {stage}"])]
+        if failed:
+            raise UserError("; ".join(store.get(key).decode() for key in failed))
 
 
 def _arrive(

@@ -269,14 +269,7 @@ def read_rows(
     """Return a loader of the packs' samples; it raises UserError for unreadable data."""
     every_row = np.arange(len(packs))
     dataset = PackDataset(reader, packs, lengths, every_row, plan.units_of(stage))
-
-    def load(row: int) -> MicroBatch:
-        item = dataset[row]
-        if isinstance(item, UserError):
-            raise item
-        return item
-
-    return lambda rows: [load(int(row)) for row in rows]
+    return lambda rows: [dataset[int(row)] for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -19,7 +19,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
+from megatron.vlm.inputs.batch import (
+    MicroBatch,
+    MicroBatchShape,
+    MicroBatchStream,
+    encoder_inputs,
+)
 from megatron.vlm.inputs.reader import Prompt, SampleReader
 from megatron.vlm.step.train import SeenBatches, Trainer, global_sums
 from omnibal.data.chat import expected_answer
@@ -203,8 +208,9 @@ def question_batch(
     prompts = [question.prompt for question in group]
     fields = {
         # Media of later turns are not in the prompt.
-        name: torch.cat([inputs[q.sample][name][: q.prompt.items_of_field[name]] for q in group])
-        for name in inputs.get(group[0].sample, {})
+        name: torch.cat([inputs[q.sample][name][: q.prompt.items[feature] * rows] for q in group])
+        for name, (feature, rows, _) in encoder_inputs(reader.model).items()
+        if name in inputs.get(group[0].sample, {})
     }
     answered = [len(question.answer_ids) for question in group]
     # A generated image placeholder token shows no image.
