@@ -135,7 +135,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
         path = models[0]
     if not path.is_file():
         raise UserError(f"{path}: no such tokenizer; pass {FAST_FILE} or {_SENTENCEPIECE_FILE}")
-    content, settings = path.read_bytes(), _read_settings(path)
+    content, settings = path.read_bytes(), read_settings(path)
     if path.suffix == ".json":
         return _Fast(path, content, settings or _Settings())
     return _SentencePiece(path, content, settings)
@@ -227,7 +227,7 @@ def _content_of_setting(token: _TokenSetting) -> str | None:
     return token.content if isinstance(token, AddedToken) else token
 
 
-def _read_settings(path: Path) -> _Settings | None:
+def read_settings(path: Path) -> _Settings | None:
     """Return the settings in the folder of the model file `path`, or None if absent."""
     config, added = path.with_name(CONFIG_FILE), path.with_name(ADDED_FILE)
     settings = None

@@ -13,11 +13,12 @@ from omnibal.families.hub_table import describe_error
 
 CONFIG_FILE = "config.json"
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 _CONFIG_REMEDY = "pass a config.json of a model hub, or the folder of one"
 
 
-class _ShardIndex(BaseModel):
+class ShardIndex(BaseModel, extra="allow"):
+    metadata: dict[str, Any] | None = None
     weight_map: dict[str, str]  # file name by tensor name
 
 
@@ -41,10 +42,10 @@ def config_errors(path: Path) -> Iterator[None]:
 
 def stored_tensors(directory: Path) -> list[str] | None:
     """Return the tensor names in a checkpoint's shard index, or None without index (one file)."""
-    path = directory / _INDEX_FILE
+    path = directory / INDEX_FILE
     if not path.is_file():
         return None
-    return list(read_json_model(_ShardIndex, path, "download it again").weight_map)
+    return list(read_json_model(ShardIndex, path, "download it again").weight_map)
 
 
 def has_chat_template(directory: Path) -> bool:

@@ -45,7 +45,8 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-_PEFT_PREFIX = "base_model.model."
+# Beginning of PEFT's names, and ends of the names of A and B.
+_PEFT_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # PEFT's initializations that leave the base's weights unchanged. Others, as pissa, change them.
 _KNOWN_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
 # Ignored entries: names of adapted modules, which tensors' names show, and training settings.
@@ -133,43 +134,53 @@ class MergedWeights:
         return (values.float() + self._adapters.scale * b_OR @ a_RI).to(values.dtype)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Modules:
-    """The released modules that one pair of A and B adapts."""
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """A of a linear that is several released modules: equal tensors, one per module."""
 
-    piece: AdaptedPiece
-    names: tuple[str, ...]
-    arrangement: Arrangement  # of B's rows in the modules
+    modules: tuple[str, ...]
 
-    def tensor_names(self) -> Iterator[tuple[str, str]]:
-        """Yield the names of A and B of each module."""
-        for name in self.names:
-            yield f"{_PEFT_PREFIX}{name}.lora_A.weight", f"{_PEFT_PREFIX}{name}.lora_B.weight"
+    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        if any(not torch.equal(pieces[0], other) for other in pieces[1:]):
+            raise UserError(
+                f"{', '.join(self.modules)} have different A in {WEIGHTS_FILE}, but are one linear "
+                "with one A here: such adapters cannot be imported; merge them with PEFT first"
+            )
+        return pieces[0]
+
+    def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (tensor,) * len(self.modules)
 
 
-def _find_modules(piece: AdaptedPiece, model: ModelConfig, layout: TensorLayout) -> _Modules:
+def _find_tensors(
+    piece: AdaptedPiece, model: ModelConfig, layout: TensorLayout
+) -> dict[Parameter, Sources]:
+    """Return the released tensors of A and of B."""
     prefixed = [
         other for other in TensorLayout if other == f"{layout.removesuffix('-stacked')}-prefixed"
     ]
     made_of = find_released(piece.base, model, prefixed[0] if prefixed else layout)
     names = tuple(name.removesuffix(".weight") for name in made_of.names)
-    pieces = piece.linear.pieces
-    arrangement = made_of.arrangement
+    pieces, rows = [part.name for part in piece.linear.pieces], made_of.arrangement
     # q, k and v of tiles are one piece, but released in another row order or as three modules.
-    if len(pieces) == 1 and isinstance(arrangement, GroupedRows):
-        return _Modules(piece=piece, names=names, arrangement=arrangement)
-    if len(names) != len(pieces):
-        raise UserError(
-            f"layout {layout} has {names[0]} in one module, but the adapters of "
-            f"{', '.join(part.name for part in pieces)} are separate: choose another layout"
-        )
-    own = [part.name for part in pieces].index(piece.piece.name)
-    arrangement = (
-        arrangement.of_piece(own)
-        if isinstance(arrangement, GroupedRows)
-        else Parts(piece.lora_b.shape)
-    )
-    return _Modules(piece=piece, names=(names[own],), arrangement=arrangement)
+    if len(pieces) > 1 or not isinstance(rows, GroupedRows):
+        if len(names) != len(pieces):
+            raise UserError(
+                f"layout {layout} has {names[0]} in one module, but the adapters of "
+                f"{', '.join(pieces)} are separate: choose another layout"
+            )
+        own = pieces.index(piece.piece.name)
+        names = (names[own],)
+        rows = rows.of_piece(own) if isinstance(rows, GroupedRows) else Parts(piece.lora_b.shape)
+
+    def sources(matrix: str, parameter: Parameter, arrangement: Arrangement) -> Sources:
+        tensors = tuple(f"{_PEFT_PREFIX}{name}{matrix}" for name in names)
+        return Sources(names=tensors, own=parameter.shape, arrangement=arrangement)
+
+    return {
+        piece.lora_a: sources(_A, piece.lora_a, _Copies(names)),
+        piece.lora_b: sources(_B, piece.lora_b, rows),
+    }
 
 
 def export_adapter(
@@ -184,14 +195,12 @@ def export_adapter(
     check_exportable(stored.model, layout)
     weights = StoredWeights(stored.path)
     tensors: dict[str, torch.Tensor] = {}
-    names: list[str] = []
     for piece in list_adapted_pieces(stored.model, adapters):
-        own = _find_modules(piece, stored.model, layout)
-        lora_a, lora_b = weights.read_parameters([piece.lora_a, piece.lora_b])
-        parts = own.arrangement.divide(lora_b)
-        for (name_a, name_b), rows in zip(own.tensor_names(), parts, strict=True):
-            tensors |= {name_a: lora_a, name_b: rows}
-        names += own.names
+        for parameter, sources in _find_tensors(piece, stored.model, layout).items():
+            [values] = weights.read_parameters([parameter])
+            tensors |= zip(sources.names, sources.arrangement.divide(values), strict=True)
+    modules = [name.removesuffix(_A) for name in tensors if name.endswith(_A)]
+    names = [name.removeprefix(_PEFT_PREFIX) for name in modules]
     check_room(target, sum(tensor.nbytes for tensor in tensors.values()))
     # All layers of a tower have equal adapters: any layer's number matches.
     patterns = sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) for name in names})
@@ -265,62 +274,40 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
         parts=tuple({kind.part: None for kind in unit_kinds(source.model)}),
     )
     present = [
-        own
+        piece
         for piece in list_adapted_pieces(source.model, everywhere)
-        for own in [_find_modules(piece, source.model, source.layout)]
-        if any(name in files.tensors for pair in own.tensor_names() for name in pair)
+        for own in _find_tensors(piece, source.model, source.layout).values()
+        if files.tensors.keys() & {*own.names}
     ]
     adapters = _infer_adapters(source.model, everywhere, present, folder)
-    pieces = list_adapted_pieces(source.model, adapters)
-    modules = [_find_modules(piece, source.model, source.layout) for piece in pieces]
-    shapes: dict[str, tuple[str, Shape]] = {}
-    for own in modules:
-        piece = own.piece
-        made_of = Sources(names=own.names, own=piece.lora_b.shape, arrangement=own.arrangement)
-        for (name_a, name_b), shape in zip(own.tensor_names(), made_of.shapes, strict=True):
-            shapes[name_a] = (piece.lora_a.key, piece.lora_a.shape)
-            shapes[name_b] = (piece.lora_b.key, shape)
-    check_tensors(folder, shapes, files.tensors, "equal adapters in all layers")
-    additions = {
-        added.parameter.name: added
-        for own in modules
-        for added in _read_pair_later(source, files, own)
+    base_and_sources = {
+        parameter: (piece.base, sources)
+        for piece in list_adapted_pieces(source.model, adapters)
+        for parameter, sources in _find_tensors(piece, source.model, source.layout).items()
     }
+    expected = [(own.key, sources) for own, (_, sources) in base_and_sources.items()]
+    check_tensors(folder, expected, files.tensors, "equal adapters in all layers")
+
+    def read(sources: Sources, dtype: torch.dtype) -> torch.Tensor:
+        return files.read_parameter(sources).to(dtype)
+
+    additions = {}
+    for parameter, (base, sources) in base_and_sources.items():
+        dtype = source.dtype(base)
+        later = partial(read, sources, dtype)
+        additions[parameter.name] = Addition(parameter=parameter, dtype=dtype, read=later)
     return replace(source, additions=additions, adapters=adapters)
 
 
-def _read_pair_later(
-    source: ReleasedCheckpoint, files: ReleasedFiles, own: _Modules
-) -> Iterator[Addition]:
-    """Yield additions that read A and B of a pair later, in the type of the linear's weight."""
-    dtype = source.dtype(own.piece.base)
-
-    def read_a() -> torch.Tensor:
-        values = [files.read_tensor(name) for name, _ in own.tensor_names()]
-        if any(not torch.equal(values[0], other) for other in values[1:]):
-            raise UserError(
-                f"{', '.join(own.names)} have different A in {WEIGHTS_FILE}, but are one linear "
-                "with one A here: such adapters cannot be imported; merge them with PEFT first"
-            )
-        return values[0].to(dtype)
-
-    def read_b() -> torch.Tensor:
-        values = [files.read_tensor(name) for _, name in own.tensor_names()]
-        return own.arrangement.join(values, own.piece.lora_b.shape).to(dtype)
-
-    yield Addition(parameter=own.piece.lora_a, dtype=dtype, read=read_a)
-    yield Addition(parameter=own.piece.lora_b, dtype=dtype, read=read_b)
-
-
 def _infer_adapters(
-    model: ModelConfig, everywhere: AdapterConfig, modules: Sequence[_Modules], folder: Path
+    model: ModelConfig, everywhere: AdapterConfig, pieces: Sequence[AdaptedPiece], folder: Path
 ) -> AdapterConfig:
-    """Return `everywhere` limited to the parts and linears of the adapted modules."""
-    if not modules:
+    """Return `everywhere` limited to the parts and linears of the adapted pieces."""
+    if not pieces:
         raise UserError(
             f"{folder / WEIGHTS_FILE}: has no tensor of a linear of {model.name}; give adapters "
             "of that model"
         )
-    targets = sorted({own.piece.piece.name for own in modules})
-    parts = dict.fromkeys(own.piece.part for own in modules)
+    targets = sorted({own.piece.name for own in pieces})
+    parts = dict.fromkeys(own.part for own in pieces)
     return everywhere.model_copy(update={"targets": tuple(targets), "parts": tuple(parts)})

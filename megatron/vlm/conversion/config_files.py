@@ -7,14 +7,13 @@ Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with their processors' settings.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.vlm.conversion.tensor_map import TensorLayout
 from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
 from omnibal.base.files import read_json_model
-from omnibal.data.chat import chatml_texts
+from omnibal.data.chat import answer_end, chatml_texts
 from omnibal.data.tokenizer import CONFIG_FILE as TOKENIZER_CONFIG_FILE
 from omnibal.data.tokenizer import FAST_FILE, TEMPLATE_FILE, Tokenizer
 from omnibal.families import qwen
@@ -66,15 +65,6 @@ _INTERNVL_PIECES = {
 _INTERNVL_TEMPLATE = "internvl_processor.jinja"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenIds:
-    """Token ids in a model's configurations."""
-
-    items: Mapping[str, int]  # ids of image and video tokens, by key of config.json
-    begin: int | None  # id at the beginning of a text, if any
-    end: int  # id at the end of an answer
-
-
 def json_text(content: Mapping[str, Any], *, ascii_only: bool = True) -> str:
     """Return JSON as Transformers writes it."""
     return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=ascii_only) + "\n"
@@ -86,15 +76,16 @@ def replace_dtype(config: str, dtype: str) -> str:
 
 
 def configurations(
-    model: ModelConfig, layout: TensorLayout, dtype: str, ids: TokenIds | None
+    model: ModelConfig, layout: TensorLayout, dtype: str, tokenizer: Tokenizer | None
 ) -> dict[str, str]:
     """Return the contents of an exported model's configuration files, by file name.
 
+    Token ids, and files of a processor with the tokenizer, need the tokenizer.
     Tiles equal training's, but Transformers' InternVL preprocessor always adds a thumbnail to
     several tiles, and may choose another of two grids equally near to the aspect ratio.
     """
     files: dict[str, dict[str, Any]] = {}
-    item_ids = {} if ids is None else ids.items
+    item_ids = {} if tokenizer is None else _list_item_ids(model, tokenizer)
     if layout.is_text_only:
         assert layout.language is not None
         language = files[CONFIG_FILE] = {
@@ -128,12 +119,32 @@ def configurations(
             "size": {"height": size, "width": size},
         }
         language = files[CONFIG_FILE]["text_config"]
-    if ids is not None:
+    if tokenizer is not None:
+        end = answer_end(model, tokenizer)
         if layout.is_text_only or layout.is_qwen_vl:
-            language["bos_token_id"] = ids.begin
-        language["eos_token_id"] = ids.end
-        files[GENERATION_FILE] = {"eos_token_id": ids.end, "pad_token_id": ids.end}
-    return {name: json_text(content) for name, content in files.items()}
+            language["bos_token_id"] = tokenizer.id_of(tokenizer.bos_piece)
+        language["eos_token_id"] = end
+        files[GENERATION_FILE] = {"eos_token_id": end, "pad_token_id": end}
+    texts = {name: json_text(content) for name, content in files.items()}
+    if tokenizer is not None and model.takes_images and not layout.is_original:
+        texts |= internvl_processor_files(model, tokenizer)
+    return texts
+
+
+def _list_item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of image and video tokens, by key of config.json."""
+    if model.takes_images:
+        return {"image_token_id": tokenizer.image_context}
+    if model.images is None:
+        return {}
+    shown, video = model.images.image_text, model.images.video
+    pieces = {
+        "image_token_id": shown.each,
+        "vision_start_token_id": shown.before,
+        "vision_end_token_id": shown.after,
+        **({} if video is None else {"video_token_id": video.text.each}),
+    }
+    return {key: tokenizer.require_id(piece) for key, piece in pieces.items()}
 
 
 def kind_of(language: LanguageConfig) -> LanguageType:

@@ -13,9 +13,7 @@ from megatron.vlm.checkpoint.identity import CheckpointIdentity, architecture_di
 from megatron.vlm.conversion.adapter_files import MergedWeights
 from megatron.vlm.conversion.config_files import (
     PROCESSOR_FILE,
-    TokenIds,
     configurations,
-    internvl_processor_files,
     json_text,
     replace_dtype,
 )
@@ -23,7 +21,6 @@ from megatron.vlm.conversion.importing import ReleasedCheckpoint
 from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.released_config import check_exportable
 from megatron.vlm.conversion.released_files import (
-    INDEX_FILE,
     SINGLE_FILE,
     dtype_name,
     write_file,
@@ -41,9 +38,9 @@ from megatron.vlm.conversion.tensor_map import (
 from megatron.vlm.conversion.tokenizer_files import list_tokenizer_files
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory, check_room, read_text
-from omnibal.data.chat import answer_end, check_tokenizer
+from omnibal.data.chat import check_tokenizer
 from omnibal.data.tokenizer import Tokenizer
-from omnibal.families.folder import CONFIG_FILE
+from omnibal.families.folder import CONFIG_FILE, INDEX_FILE
 from omnibal.model.config import ModelConfig
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
@@ -179,36 +176,17 @@ def plan_export_as(
     ]
     if len(files) == 1:
         files = [replace(files[0], name=SINGLE_FILE)]
-    ids, companions = None, list[Path]()
+    companions = list[Path]()
     if tokenizer is not None:
         check_tokenizer(model, tokenizer)
-        begin, end = tokenizer.id_of(tokenizer.bos_piece), answer_end(model, tokenizer)
-        ids = TokenIds(items=_item_ids(model, tokenizer), begin=begin, end=end)
         companions = list_tokenizer_files(tokenizer.path.parent)
-    made = configurations(model, layout, dtype_name(pieces[0].dtype), ids)
-    if tokenizer is not None and model.takes_images and not layout.is_original:
-        made |= internvl_processor_files(model, tokenizer)
+    made = configurations(model, layout, dtype_name(pieces[0].dtype), tokenizer)
     # A Qwen-VL's processor_config.json has the entries of generated files: not copied.
     replaced = [PROCESSOR_FILE] if layout.is_qwen_vl else []
     if len(files) > 1:
         made[INDEX_FILE] = _index_text({}, files)
     copied = [path for path in companions if path.name not in {*made, *replaced}]
     return CheckpointExport(stored, model, layout, files, copied, made)
-
-
-def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
-    if model.takes_images:
-        return {"image_token_id": tokenizer.image_context}
-    if model.images is None:
-        return {}
-    shown, video = model.images.image_text, model.images.video
-    pieces = {
-        "image_token_id": shown.each,
-        "vision_start_token_id": shown.before,
-        "vision_end_token_id": shown.after,
-        **({} if video is None else {"video_token_id": video.text.each}),
-    }
-    return {key: tokenizer.require_id(piece) for key, piece in pieces.items()}
 
 
 def write_export(export: CheckpointExport, target: Path, on_written: Callable[[int], None]) -> None:

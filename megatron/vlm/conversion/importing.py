@@ -22,6 +22,7 @@ from megatron.vlm.conversion.released_files import (
     writing,
 )
 from megatron.vlm.conversion.tensor_map import (
+    HEAD,
     PREDICTION_PREFIX,
     Parameter,
     TensorLayout,
@@ -114,21 +115,14 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
         model = model.with_tower(LANGUAGE, prediction_layers=0)
     if layout.experts == "transposed" and not _are_transposed(model, layout, files.tensors):
         layout = TensorLayout.QWEN3_VL_MOE_STACKED
-    sources = [
-        (parameter, find_released(parameter, model, layout)) for parameter in parameters(model)
-    ]
-    shapes = {
-        name: (parameter.key, shape)
-        for parameter, made_of in sources
-        for name, shape in zip(made_of.names, made_of.shapes, strict=True)
-    }
-    head = head_name(layout)
+    head, expected = head_name(layout), list(parameters(model))
     has_copy = model.language.tied_head and head in files.tensors
     if has_copy:
-        shapes[head] = (head, embedding_parameter(model).shape)
+        expected.append(replace(embedding_parameter(model), key=HEAD))
     left_out = set() if model.language.prediction_layers or not layout.is_hybrid else predicting
     tensors = {name: info for name, info in files.tensors.items() if name not in left_out}
-    check_tensors(directory, shapes, tensors, f"config.json's model in layout {layout}")
+    sources = [(own.key, find_released(own, model, layout)) for own in expected]
+    check_tensors(directory, sources, tensors, f"config.json's model in layout {layout}")
     checkpoint = ReleasedCheckpoint(directory=directory, files=files, model=model, layout=layout)
     if has_copy:
         embedding = checkpoint.read_parameter(embedding_parameter(model))

@@ -85,6 +85,7 @@ class StoredWeights:
 
 
 def _make_block(parameter: Parameter, values: torch.Tensor) -> ShardedTensor:
+    # Layers are stacked along a first axis.
     layers = [] if parameter.layers is None else [(0, parameter.layer, parameter.layers)]
     return ShardedTensor.from_rank_offsets(
         parameter.key,
@@ -92,16 +93,6 @@ def _make_block(parameter: Parameter, values: torch.Tensor) -> ShardedTensor:
         *layers,
         prepend_axis_num=len(layers),
         allow_shape_mismatch=True,  # training pads words and heads
-    )
-
-
-def _make_chunk(parameter: Parameter) -> ChunkStorageMetadata:
-    # Layers are stacked along a first axis.
-    offsets = () if parameter.layer is None else (parameter.layer,)
-    sizes = () if parameter.layer is None else (1,)
-    return ChunkStorageMetadata(
-        offsets=torch.Size((*offsets, *(0,) * len(parameter.shape))),
-        sizes=torch.Size((*sizes, *parameter.shape)),
     )
 
 
@@ -121,17 +112,19 @@ class _WritePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = []
         for parameter in self._parameters:
-            chunk = _make_chunk(parameter)
-            layers = () if parameter.layers is None else (parameter.layers,)
-            self._by_place[parameter.key, chunk.offsets] = parameter
+            dtype = self._dtypes[parameter.key]
+            block = _make_block(parameter, torch.empty(parameter.shape, dtype=dtype, device="meta"))
+            offsets = torch.Size(block.global_offset)
+            sizes = torch.Size((*(1,) * block.prepend_axis_num, *parameter.shape))
+            self._by_place[parameter.key, offsets] = parameter
             items.append(
                 WriteItem(
-                    index=MetadataIndex(parameter.key, chunk.offsets),
+                    index=MetadataIndex(parameter.key, offsets),
                     type=WriteItemType.SHARD,
                     tensor_data=TensorWriteData(
-                        chunk=chunk,
-                        properties=TensorProperties(dtype=self._dtypes[parameter.key]),
-                        size=torch.Size((*layers, *parameter.shape)),
+                        chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+                        properties=TensorProperties(dtype=dtype),
+                        size=torch.Size(block.global_shape),
                     ),
                 )
             )

@@ -4,7 +4,7 @@ model-00001-of-00004.safetensors    ..., or a single model.safetensors
 model.safetensors.index.json        file of each tensor; absent for a single file
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
@@ -21,17 +20,12 @@ from megatron.vlm.checkpoint.identity import raise_interrupts, reason
 from megatron.vlm.conversion.tensor_map import Shape, Sources
 from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model
+from omnibal.families.folder import INDEX_FILE, ShardIndex
 
-INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_OPEN_FILES = 2  # a parameter's tensors may be in two neighbouring files
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_NAMES = 5  # in a message
-
-
-class _TensorIndex(BaseModel, extra="allow"):
-    metadata: dict[str, Any] | None = None
-    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +65,7 @@ class ReleasedFiles:
         if is_single:
             self.tensors = self._headers([single_file])
             return
-        listed = read_json_model(_TensorIndex, index, "fetch it again")
+        listed = read_json_model(ShardIndex, index, "fetch it again")
         self.index, file_of = listed.model_dump(exclude_unset=True), listed.weight_map
         files = sorted(set(file_of.values()))
         outside = [file for file in files if Path(file).name != file]
@@ -95,7 +89,7 @@ class ReleasedFiles:
 
     def read_parameter(self, sources: Sources) -> torch.Tensor:
         """Return a parameter made of its released tensors."""
-        return sources.join(list(map(self.read_tensor, sources.names)))
+        return sources.arrangement.join(list(map(self.read_tensor, sources.names)), sources.own)
 
     def header_metadata(self, file: str) -> dict[str, str] | None:
         return self._opened(file).metadata()
@@ -138,25 +132,29 @@ def _make_error(path: Path, error: Exception) -> UserError:
 
 def check_tensors(
     directory: Path,
-    expected: Mapping[str, tuple[str, Shape]],
+    expected: Iterable[tuple[str, Sources]],
     tensors: Mapping[str, TensorInfo],
     owner: str,
 ) -> None:
     """Raise UserError unless the tensors are exactly a model's.
 
     Args:
-        expected: group and shape by tensor name. All tensors of a group have one type.
+        expected: groups and their tensors. All tensors of a group have one type.
         owner: name of the model in errors.
     """
-    missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - expected.keys())
+    shapes, groups = dict[str, Shape](), dict[str, list[str]]()
+    for group, sources in expected:
+        shapes |= zip(sources.names, sources.shapes, strict=True)
+        groups.setdefault(group, []).extend(sources.names)
+    missing = sorted(shapes.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - shapes.keys())
     if missing or unknown:
         flaws = [f"lacks {shorten_list(missing)}"] if missing else []
         flaws += [f"has {shorten_list(unknown)}, which the model does not"] if unknown else []
         raise UserError(f"{directory}: {' and '.join(flaws)}; the tensors must be those of {owner}")
     wrong = [
         f"{name} is {list(tensors[name].shape)} and not {list(shape)}"
-        for name, (_, shape) in expected.items()
+        for name, shape in shapes.items()
         if tensors[name].shape != shape
     ]
     if wrong:
@@ -164,10 +162,9 @@ def check_tensors(
             f"{directory}: config.json and the tensors disagree: {shorten_list(wrong)}; fetch both "
             "again"
         )
-    dtypes: dict[str, set[torch.dtype]] = {}
-    for name, (group, _) in expected.items():
-        dtypes.setdefault(group, set()).add(tensors[name].dtype)
-    mixed = sorted(group for group, types in dtypes.items() if len(types) > 1)
+    mixed = sorted(
+        group for group, names in groups.items() if len({tensors[name].dtype for name in names}) > 1
+    )
     if mixed:
         raise UserError(
             f"{directory}: {shorten_list(mixed)} are stored in several types; save the checkpoint "

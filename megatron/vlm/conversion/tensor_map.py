@@ -21,7 +21,7 @@ from enum import StrEnum
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 import torch
 from pydantic import BaseModel
@@ -52,7 +52,7 @@ ExpertStorage = Literal["apart", "stacked", "transposed"]
 
 _DEEPSTACK_KEY, _MERGERS = "vision_deepstack", "visual.deepstack_merger_list"
 _STACKED_EXPERTS = ".mlp.experts.gate_up_proj"
-_WORD_TABLE = "embedding.word_embeddings.weight"
+WORD_TABLE, HEAD = "embedding.word_embeddings.weight", "head.weight"  # keys
 _CONV_WIDTH = 3  # kernel of Whisper's convolutions
 _OF_LAYER = re.compile(r"^(\w+)\.(?:layers|transformer_layer)\.(?:\d+\.)?(.*)$")
 _PREDICTION = "prediction"  # prefix of the prediction layer's parameters
@@ -164,8 +164,14 @@ class Parameter:
         return ("", self.key) if match is None else (match[1], match[2])
 
 
-# Arrangements: `join` returns a parameter of shape `own` from its released tensors; `divide` is the
-# inverse.
+class Arrangement(Protocol):
+    """Arrangement of a parameter's values in its released tensors."""
+
+    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        """Return the parameter of shape `own` from its released tensors."""
+
+    def divide(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the released tensors: the inverse of `join`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +267,6 @@ class QueryValueBias:
         return queries.flatten(), values.flatten()
 
 
-Arrangement: TypeAlias = Parts | GroupedRows | Transposed | QueryValueBias
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
     """Names of the released tensors of a parameter of shape `own`, and their conversion."""
@@ -277,10 +280,6 @@ class Sources:
         """Return the shapes of the released tensors."""
         pieces = self.arrangement.divide(torch.empty(self.own, device="meta"))
         return tuple(tuple(piece.shape) for piece in pieces)
-
-    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the parameter from its released tensors."""
-        return self.arrangement.join(pieces, self.own)
 
 
 _ModuleNames: TypeAlias = dict[str, str | tuple[str, ...]]
@@ -308,13 +307,13 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     language, width = model.language, model.language.hidden_size
     for name in model.encoders:
         yield from encoder_parameters(model, name)
-    yield Parameter(key=_WORD_TABLE, shape=(language.vocab_size, width))
+    yield embedding_parameter(model)
     for number, kind in enumerate(language.kinds):
         for name, shape in _language_shapes(language, kind):
             yield layer_parameter(model, "language", number, name, shape)
     yield Parameter(key="language.final_layernorm.weight", shape=(width,))
     if not language.tied_head:
-        yield Parameter(key="head.weight", shape=(language.vocab_size, width))
+        yield Parameter(key=HEAD, shape=(language.vocab_size, width))
     if language.prediction_layers:
         yield from _make(_prediction_shapes(language))
 
@@ -347,7 +346,8 @@ def encoder_parameters(model: ModelConfig, name: str) -> Iterator[Parameter]:
     inner = (tower.projector_hidden_size or cell) if isinstance(tower, ImagesEncoder) else width
     bias = is_of_tiles or tower.normalization == "LayerNorm"
     yield from _make(_embedding_shapes(f"{name}_embedding", tower))
-    yield from _make_layers(name, tower.layers, _encoder_shapes(tower))
+    for number, named in product(range(tower.layers), _encoder_shapes(tower)):
+        yield layer_parameter(model, name, number, *named)
     projector = "projector" if name == "vision" else f"{name}_projector"
     yield from _make(_projector_shapes(projector, normed, cell, inner, width, bias=bias))
     for place in range(tower.deepstack_features):
@@ -389,11 +389,6 @@ def _linear(name: str, rows: int, *inner: int, bias: bool = True) -> _NamedShape
 
 def _make(named: _NamedShapes) -> Iterator[Parameter]:
     return (Parameter(key=key, shape=shape) for key, shape in named)
-
-
-def _make_layers(tower: str, layers: int, named: _NamedShapes) -> Iterator[Parameter]:
-    for layer, (name, shape) in product(range(layers), named):
-        yield Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=layer, layers=layers)
 
 
 def _encoder_shapes(tower: EncoderLayers) -> _NamedShapes:
@@ -483,12 +478,12 @@ def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> S
 
 def head_name(layout: TensorLayout) -> str:
     """Return the head's released name, under which checkpoints of tied heads may have a copy."""
-    return _released_names(Parameter(key="head.weight", shape=()), layout)[0]
+    return _released_names(Parameter(key=HEAD, shape=()), layout)[0]
 
 
 def embedding_parameter(model: ModelConfig) -> Parameter:
     """Return the token embedding's parameter."""
-    return Parameter(key=_WORD_TABLE, shape=(model.language.vocab_size, model.language.hidden_size))
+    return Parameter(key=WORD_TABLE, shape=(model.language.vocab_size, model.language.hidden_size))
 
 
 def _arrange(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from tokenizers import AddedToken as FastAddedToken
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastModel
@@ -23,9 +22,9 @@ from omnibal.data.tokenizer import (
     ADDED_FILE,
     CONFIG_FILE,
     FAST_FILE,
-    AddedToken,
     Tokenizer,
     open_tokenizer,
+    read_settings,
 )
 from omnibal.model.config import ModelConfig
 
@@ -38,7 +37,6 @@ _TOKENIZER_FILES = (
 )
 _VOCABULARY_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
 _QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-_FETCH_AGAIN = "fetch it again"
 # Qwen2's pre-tokenization pattern.
 _PIECE_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -128,14 +126,6 @@ def _write_entries(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-class _TokenizerConfig(BaseModel):
-    """Entries of tokenizer_config.json that are read."""
-
-    tokenizer_class: str | None = None
-    add_prefix_space: bool | None = None
-    added_tokens_decoder: dict[int, AddedToken] | None = None
-
-
 def is_slow(folder: Path) -> bool:
     """Return whether a folder has vocab.json and merges.txt, but no tokenizer.json."""
     has_files = all((folder / name).is_file() for name in (_VOCABULARY_FILE, _MERGES_FILE))
@@ -144,12 +134,12 @@ def is_slow(folder: Path) -> bool:
 
 def make_fast_tokenizer(folder: Path) -> str | None:
     """Return a tokenizer.json made from vocab.json and merges.txt, or None if it is not Qwen2's."""
-    path, config = folder / CONFIG_FILE, _TokenizerConfig()
-    if path.is_file():
-        config = read_json_model(_TokenizerConfig, path, _FETCH_AGAIN)
-    if config.tokenizer_class not in _QWEN2_CLASSES or config.add_prefix_space:
-        return None
     files = folder / _VOCABULARY_FILE, folder / _MERGES_FILE
+    settings = read_settings(files[0])
+    if settings is None or settings.tokenizer_class not in _QWEN2_CLASSES:
+        return None
+    if settings.add_prefix_space:
+        return None
     try:
         model = models.BPE.from_file(*map(str, files))
     except Exception as error:  # the library raises nothing more specific
@@ -166,14 +156,8 @@ def make_fast_tokenizer(folder: Path) -> str | None:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokens, added_file = config.added_tokens_decoder, folder / ADDED_FILE
-    if tokens is None:  # older Transformers saved added_tokens.json only
-        ids = dict[str, int]()
-        if added_file.is_file():
-            ids = read_json_model(dict[str, int], added_file, _FETCH_AGAIN)
-        tokens = {number: AddedToken(content=text, special=True) for text, number in ids.items()}
     # By id: the library numbers added tokens in order, after the vocabulary.
-    for number, token in sorted(tokens.items()):
+    for number, token in sorted((settings.added_tokens_decoder or {}).items()):
         added = FastAddedToken(**token.model_dump())
         if token.special:
             tokenizer.add_special_tokens([added])

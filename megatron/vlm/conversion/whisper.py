@@ -21,6 +21,8 @@ from megatron.vlm.conversion.importing import Addition, ReleasedCheckpoint
 from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.released_files import ReleasedFiles, check_tensors, write_file, writing
 from megatron.vlm.conversion.tensor_map import (
+    HEAD,
+    WORD_TABLE,
     Parameter,
     Shape,
     Sources,
@@ -101,12 +103,8 @@ def _read_encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
 
 def _check_encoder_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
     own = encoder_parameters(_add_encoder(model, audio.encoder), "audio")
-    expected = {
-        name: ("the encoder's tensors", shape)
-        for sources in map(audio.find_sources, own)
-        if sources is not None
-        for name, shape in zip(sources.names, sources.shapes, strict=True)
-    }
+    found = filter(None, map(audio.find_sources, own))
+    expected = [("the encoder's tensors", sources) for sources in found]
     positions = f"{audio.prefix}{_POSITIONS}"
     tensors = {
         name: info
@@ -180,7 +178,7 @@ def _list_audio_additions(
     words = model.language.vocab_size
     rows = words - released.model.language.vocab_size
     for old in parameters(released.model):
-        if rows and old.key in ("embedding.word_embeddings.weight", "head.weight"):
+        if rows and old.key in (WORD_TABLE, HEAD):
             dtype = released.dtype(old)
             yield Addition(
                 parameter=replace(old, shape=(words, old.shape[1])),
