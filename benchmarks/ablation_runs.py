@@ -125,14 +125,14 @@ def padded_to_longest(batch: MicroBatch) -> MicroBatch:
     return replace(batch, tokens=tokens, segment_tokens=(longest,) * len(sizes), **moved)
 
 
-class _PaddedDataset(torch.utils.data.Dataset):
+class _PaddedDataset:
     """Dataset of micro-batches padded to their longest sample."""
 
     def __init__(self, dataset: PackDataset) -> None:
         self._dataset = dataset
 
-    def __len__(self) -> int:
-        return len(self._dataset)
+    def keys(self) -> range:
+        return self._dataset.keys()
 
     def __getitem__(self, item: int) -> MicroBatch:
         return padded_to_longest(self._dataset[item])
@@ -241,7 +241,7 @@ class TrainWorker:
         return peak_activation_bytes(trainer, partial(train_step, trainer, stream))
 
 
-def _make_dataset(run: Planned, data: TrainingData, stage: int) -> torch.utils.data.Dataset:
+def _make_dataset(run: Planned, data: TrainingData, stage: int) -> PackDataset | _PaddedDataset:
     """Return a stage's micro-batches of all steps, in order."""
     tokenizer = open_tokenizer(data.tokenizer)
     reader = SampleReader(Annotations.open(data.meta), tokenizer, run.plan.model)

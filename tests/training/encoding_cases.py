@@ -65,9 +65,14 @@ class EncodingJob:
         )
         return EncodingDataset(texts, items, self.shares(rank), first_step, 2)
 
+    def read(self, rank: int, first_step: int = 0) -> Iterator[MicroBatch]:
+        """Yield all items of a global rank's dataset."""
+        dataset = self.dataset(rank, first_step)
+        return map(dataset.__getitem__, dataset.keys())
+
     def stream(self, rank: int, first_step: int = 0) -> Iterator[Read]:
         """Yield a rank's data of each step, in training order."""
-        items, steps = iter(self.dataset(rank, first_step)), self.whole.scheduled.step
+        items, steps = self.read(rank, first_step), self.whole.scheduled.step
         for step in range(first_step, 2):
             texts = int((steps[self.rows(rank)] == step).sum())
             passes = self.shares(rank).step(step).passes

@@ -94,7 +94,7 @@ def test_workers_load_the_same(pictures):
     options = MicroBatchOptions(seed=5, augment=True, drop_path=True)
     packs = random_packs(len(pictures.lengths), seed=3)
     dataset = pictures.dataset(packs, WHOLE, options)
-    expected = [dataset[k] for k in range(len(dataset))]
+    expected = [dataset[k] for k in dataset.keys()]
     for num_workers in (0, 1, 3):
         loaded = list(load_batches(dataset, num_workers, CPU))
         for batches in zip(loaded, expected, strict=True):
@@ -342,7 +342,7 @@ def test_worker_without_its_trainer_ends():
 
 FAILING_PROGRAM = """
 from megatron.vlm.inputs.read_ahead import read_ahead
-items = read_ahead(range(1000), 2, lambda item: item)
+items = read_ahead(dict(enumerate(range(1000))), 2, lambda item: item)
 print(next(items), next(items), flush=True)
 raise RuntimeError("on purpose")
 """
@@ -372,7 +372,7 @@ def test_validation_packs_hold_every_sample_once(data):
         dataset = packs.dataset(data.reader, WHOLE, rank, options)
         held = packs.scheduled, packs.lengths, dataset.rows
         shapes = MicroBatchShape.of_shares(*held, packs.sharing(rank))
-        assert len(shapes) == len(dataset) > 1
+        assert len(shapes) == len(dataset.keys()) > 1
         for batch, shape in zip(dataset, shapes, strict=True):
             assert shape.tiles <= CAPS["tiles"] and shape.tokens <= CAPS["tokens"]
             assert batch.shape == shape and batch.drop_path_keys_T is None

@@ -100,17 +100,17 @@ def test_reading_begins_anywhere(pictures):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_read_the_same(pictures):
     """Prevents passes in another order with several workers."""
-    dataset = job_of(pictures, MicroBatchOptions(), [TEXT] * 2).dataset(0)
-    expected = [one.shape for one in dataset]
+    job = job_of(pictures, MicroBatchOptions(), [TEXT] * 2)
+    expected = [one.shape for one in job.read(0)]
     for workers in (0, 2):
-        assert [one.shape for one in load_batches(dataset, workers, CPU)] == expected
+        assert [one.shape for one in load_batches(job.dataset(0), workers, CPU)] == expected
 
 
 def test_unreadable_sample_is_told_of_once(shown):
     """Prevents a bad sample counted by every rank that holds a tile or text of it, loss on its
     text, and shapes that differ from the plan."""
     job = job_of(shown, SKIP)
-    shapes = [[one.shape for one in job.dataset(rank)] for rank in job.ranks]
+    shapes = [[one.shape for one in job.read(rank)] for rank in job.ranks]
     is_native = isinstance(shown, NativeData)
     # Sample 3 with several tiles, or samples 1 and 5. Each is in packs 1 and 4.
     bad, sample = ([1, 5], 5) if is_native else ([3], 3)
@@ -118,7 +118,7 @@ def test_unreadable_sample_is_told_of_once(shown):
     lost = 2 * sum(len(shown.load([k]).labels_L) for k in bad)
     image = shown.reader.annotations[sample].images[0].path
     image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
-    batches = [list(job.dataset(rank)) for rank in job.ranks]
+    batches = [list(job.read(rank)) for rank in job.ranks]
     assert [[one.shape for one in each] for each in batches] == shapes
     told = [error for each in batches for one in each for error in one.unreadable]
     assert sorted(told) == sorted(2 * list(set(told))) and len(told) == 2 * len(bad)
@@ -126,7 +126,7 @@ def test_unreadable_sample_is_told_of_once(shown):
     assert learned - labels == lost
     stops = job_of(shown, replace(SKIP, on_bad_sample=OnBadSample.STOP))
     with pytest.raises(UserError, match="--on-bad-sample skip"):
-        [list(stops.dataset(rank)) for rank in job.ranks]
+        [list(stops.read(rank)) for rank in job.ranks]
 
 
 @pytest.mark.parametrize("most", [1, 9, 25, 1000])

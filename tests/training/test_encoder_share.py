@@ -147,14 +147,10 @@ def check_arrived(share, by_source, model):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_counted_passes_are_those_of_every_step(seed):
-    """Prevents a dataset with other passes than training takes, and more kept items than
-    planned."""
+def test_passes_keep_their_limits(seed):
+    """Prevents larger passes, and more kept items, than planned."""
     for rank in shares_of_all(seed):
-        counted = rank.passes_of_steps(0, 3).tolist()
         passes = [rank.step(step).passes for step in range(3)]
-        assert counted[1:] == rank.passes_of_steps(1, 3).tolist()
-        assert counted == [len(each) for each in passes]
         for one in chain(*passes):
             most = rank.settings.items_per_pass[one.encoder]
             assert 1 <= one.items <= most or len(samples_of(one, rank)) == 1

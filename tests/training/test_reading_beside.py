@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from data_cases import Data
 from ranks import run_ranks
 from toy import PROFILE, stages_of, toy_model, toy_plan
@@ -91,11 +90,11 @@ def test_profile_reads_as_much_as_it_trains():
     assert found == [(expected, None)]
 
 
-class Niceness(torch.utils.data.Dataset):
+class Niceness:
     """Items that return the niceness of the reading process."""
 
-    def __len__(self) -> int:
-        return 3
+    def keys(self) -> range:
+        return range(3)
 
     def __getitem__(self, item: int) -> int:
         return os.nice(0)

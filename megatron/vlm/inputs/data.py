@@ -22,7 +22,7 @@ from megatron.vlm.inputs.native_images import (
     list_native_images,
 )
 from megatron.vlm.inputs.pack_share import PackShare, Sharing, feature_route, samples_of_items
-from megatron.vlm.inputs.read_ahead import read_ahead
+from megatron.vlm.inputs.read_ahead import Dataset, read_ahead
 from megatron.vlm.inputs.reader import (
     SampleReader,
     UnreadableFile,
@@ -106,7 +106,7 @@ class _OwnPart:
     share: PackShare | None  # share of the pack, or None if this rank has the full pack
 
 
-class PackDataset(torch.utils.data.Dataset):
+class PackDataset:
     """Micro-batches of one data-parallel rank for one pipeline stage.
 
     Item i is the MicroBatch of row `rows[i]`. UserError if it cannot be loaded.
@@ -141,8 +141,8 @@ class PackDataset(torch.utils.data.Dataset):
         }
         """`encoder_inputs` that the stage embeds."""
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def keys(self) -> range:
+        return range(len(self.rows))
 
     def __getitem__(self, item: int) -> MicroBatch:
         row, sharing = int(self.rows[item]), self.sharing
@@ -469,7 +469,7 @@ def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np
 Batches = Generator[MicroBatch, None, None]  # closing it ends the loader processes
 
 
-def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
+def load_batches(dataset: Dataset, num_workers: int, device: torch.device) -> Batches:
     """Yield all micro-batches in order on `device`, or raise UserError. 0 workers use a thread."""
     # Copies to CUDA are from pinned memory on a stream of their own.
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None

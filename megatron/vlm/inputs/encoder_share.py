@@ -323,7 +323,8 @@ class EncoderShares:
         return items_of_shares
 
     def step(self, step: int) -> StepShares:
-        ranks, shares, rows = self.ranks, self._pack_shares, self._rows_of_group(step, step + 1)
+        ranks, shares, rows = self.ranks, self._pack_shares, self._rows_of(step)
+        rows = rows[np.isin(shares.dp_rank[rows], ranks.data_ranks)]
         pipeline = (shares.dp_rank[rows] - ranks.data_ranks.start).astype(np.int64)
         items = {name: count[rows] for name, (_, count) in self._items.items()}
         samples = self._samples_of(rows)
@@ -355,57 +356,31 @@ class EncoderShares:
             runs={name: runs[name] for name in items},
         )
 
-    def passes_of_steps(self, first_step: int, last_step: int) -> np.ndarray:
-        """Return this rank's passes by step, `first_step` to `last_step - 1`, int64 [steps]."""
-        ranks, shares, steps = self.ranks, self._pack_shares, last_step - first_step
-        rows = self._rows_of_group(first_step, last_step)
-        # Each step counts as a group of its own: pipeline number = step * pipelines + pipeline.
-        pipeline = (shares.step[rows] - first_step) * ranks.pipelines
-        pipeline += shares.dp_rank[rows] - ranks.data_ranks.start
-        passes = self._passes_of_ranks(rows, pipeline, steps)
-        return np.sum([number[:, ranks.number] for number in passes.values()], axis=0)
-
-    def _rows_of_group(self, first_step: int, last_step: int) -> np.ndarray:
-        """Return the shares of the group's pipelines in steps `first_step` to `last_step - 1`."""
-        shares, own = self._pack_shares, self.ranks.data_ranks
-        rows = np.arange(*np.searchsorted(shares.step, [first_step, last_step]))
-        return rows[(shares.dp_rank[rows] >= own.start) & (shares.dp_rank[rows] < own.stop)]
+    def _rows_of(self, step: int) -> np.ndarray:
+        """Return the shares of all pipelines in a step."""
+        return np.arange(*np.searchsorted(self._pack_shares.step, [step, step + 1]))
 
     def _max_passes(self, step: int) -> dict[tuple[str, bool], int]:
         """Return the maximum passes over ranks that shard weights with this rank."""
-        blocks, shares = self.ranks.parallel.data // self.ranks.pipelines, self._pack_shares
-        rows = np.arange(*np.searchsorted(shares.step, [step, step + 1]))
-        passes = self._passes_of_ranks(rows, shares.dp_rank[rows].astype(np.int64), blocks)
-        ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
-        # Sharding groups are `sharded` neighbouring global ranks and may span encoding groups.
-        own = ranks // self.settings.sharded == self.ranks.rank // self.settings.sharded
-        return {key: int(number.ravel()[own].max()) for key, number in passes.items()}
-
-    def _passes_of_ranks(
-        self, rows: np.ndarray, pipeline: np.ndarray, groups: int
-    ) -> dict[tuple[str, bool], np.ndarray]:
-        """Return passes of every rank by (encoder, kept), int64 [groups, ranks per group].
-        `pipeline` is each row's pipeline over all groups."""
-        pipelines = self.ranks.pipelines
+        own, settings, rows = self.ranks, self.settings, self._rows_of(step)
+        pipeline, blocks = self._pack_shares.dp_rank[rows], own.parallel.data // own.pipelines
         items = {
-            name: np.bincount(pipeline, count[rows], groups * pipelines)
+            name: np.bincount(pipeline, count[rows], own.parallel.data)
             .astype(np.int64)
-            .reshape(groups, pipelines)
+            .reshape(blocks, own.pipelines)
             for name, (_, count) in self._items.items()
         }
+        samples, per_pipeline = self._samples_of(rows), own.ranks_of_pipeline
         shares = ItemShares.deal_items(
-            np.arange(groups),
-            items,
-            self._samples_of(rows),
-            pipeline,
-            self.settings,
-            self.ranks.ranks_of_pipeline,
+            np.arange(blocks), items, samples, pipeline.astype(np.int64), settings, per_pipeline
         )
+        ranks = np.concatenate([own.global_ranks(block) for block in range(blocks)])
+        # Sharding groups are `sharded` neighbouring global ranks and may span encoding groups.
+        together = ranks // settings.sharded == own.rank // settings.sharded
         return {
-            (name, is_kept): shares.passes(name, self.settings)
-            .work(is_kept=is_kept)[..., 0]
-            .astype(np.int64)
+            (name, is_kept): int(passes.work(is_kept=is_kept)[..., 0].ravel()[together].max())
             for name in items
+            for passes in [shares.passes(name, settings)]
             for is_kept in (True, False)
         }
 

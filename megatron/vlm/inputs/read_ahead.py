@@ -15,12 +15,12 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,15 +36,22 @@ _NICE = 10  # niceness of workers, to compute only on cores that the ranks leave
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
+class Dataset(Protocol):
+    """Items by key."""
+
+    def keys(self) -> Iterable[Any]:
+        """Return the keys of all items, in order; taken in the reading thread."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return an item. Its UserError is raised when the item is due."""
+
+
 def read_ahead(
-    dataset: Any, num_workers: int, prepare: Callable[[Any], Any]
+    dataset: Dataset, num_workers: int, prepare: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
     """Yield every prepared item in order, or raise; close the iterator to end the workers.
 
-    A UserError of the dataset is raised in place of its item.
-
     Args:
-        dataset: has a length, and items by number.
         num_workers: number of loader processes; 0 reads in a thread.
         prepare: function applied to each item in the reading thread.
     """
@@ -71,16 +78,15 @@ class _End:
 class _ReadAhead:
     """Thread that owns the DataLoader and hands over its items through a queue of one."""
 
-    def __init__(self, dataset: Any, num_workers: int, prepare: Callable[[Any], Any]) -> None:
+    def __init__(self, dataset: Dataset, num_workers: int, prepare: Callable[[Any], Any]) -> None:
         self.closed = threading.Event()
         self._loader = torch.utils.data.DataLoader(
-            range(len(dataset)),
+            _LoadedItems(dataset, pack_parcel if num_workers else lambda item: item),
             batch_size=None,
+            sampler=dataset.keys(),
             num_workers=num_workers,
             prefetch_factor=_PREFETCH if num_workers else None,
-            collate_fn=functools.partial(
-                _load_item, dataset, pack_parcel if num_workers else lambda item: item
-            ),
+            collate_fn=lambda item: item,
             worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         )
         self._prepare = prepare
@@ -152,12 +158,17 @@ class _ReadAhead:
         return self.closed.is_set() or not threading.main_thread().is_alive()
 
 
-def _load_item(dataset: Any, pack: Callable[[Any], Any], number: int) -> Any:
-    """Return the packed item, or the UserError of loading it."""
-    try:
-        return pack(dataset[number])
-    except UserError as error:
-        return error  # torch would hide its message in a traceback
+class _LoadedItems(torch.utils.data.Dataset):
+    """Packed items by key, or the UserErrors of loading them."""
+
+    def __init__(self, dataset: Dataset, pack: Callable[[Any], Any]) -> None:
+        self._dataset, self._pack = dataset, pack
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._pack(self._dataset[key])
+        except UserError as error:
+            return error  # torch would hide its message in a traceback
 
 
 def _begin_worker(trainer: int, worker: int) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from megatron.vlm.measure.rates import sum_over_ranks
 from omnibal.base.worker_pool import usable_cores
 from omnibal.cost.profile import ReadingMeasurement
 
-_ENDLESS = 1 << 40  # more items than any profile reads
 _READ_KINDS = ("tiles", "image_tokens", "clips", "tokens")
 
 
@@ -33,7 +33,7 @@ class ReadSamples:
     ms: np.ndarray  # CPU time to read and transfer each kind, float64 [4]
 
 
-class SampleDraws(torch.utils.data.Dataset):
+class SampleDraws:
     """Endless passes over one random order; items are `samples` samples."""
 
     def __init__(self, reader: SampleReader, samples: int) -> None:
@@ -42,8 +42,8 @@ class SampleDraws(torch.utils.data.Dataset):
         self._order = np.random.default_rng(0).permutation(len(reader.annotations))
         self._ended_s: float | None = None  # CPU time at the end of this process's last item
 
-    def __len__(self) -> int:
-        return _ENDLESS
+    def keys(self) -> Iterator[int]:
+        return count()
 
     def __getitem__(self, item: int) -> ReadSamples:
         reader, model = self._reader, self._reader.model

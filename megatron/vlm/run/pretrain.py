@@ -397,10 +397,11 @@ def _load_portions(
             options=run.arguments.samples,
             sharing=sharing,
         )
-        dataset: PackDataset | EncodingDataset = make_dataset(stage=trainer.units)
+        texts = make_dataset(stage=trainer.units)
+        dataset: PackDataset | EncodingDataset = texts
         if shares is not None:
             items = make_dataset(stage=encoders_stage(run.plan.model))
-            dataset = EncodingDataset(dataset, items, shares, first, stop)
+            dataset = EncodingDataset(texts, items, shares, first, stop)
         batches = load_batches(dataset, run.arguments.num_workers, current_device())
         with closing(batches):
             yield RunData(
