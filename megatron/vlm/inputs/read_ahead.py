@@ -31,6 +31,7 @@ _WORKER_POLL_S = 0.5  # between checks for dead workers
 _EXIT_POLL_S = 0.005  # between checks for a dead worker's exit code
 _MAX_PIPED_BYTES = 1 << 20  # larger items go through shared memory instead of the pipe
 _TENSOR_ALIGNMENT = 64  # bytes; as torch's CPU allocator
+_END = object()  # after the last item
 _NICE = 10  # niceness of workers, to compute only on cores that the ranks leave idle
 # Signals that schedulers send to all processes. Only the trainer obeys, and ends its workers.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -58,25 +59,19 @@ def read_ahead(
     reader = _ReadAhead(dataset, num_workers, prepare)
     reader.start()
     try:
-        while True:
-            event = reader.next_event()
-            if not isinstance(event, _End):
-                yield event
-            elif event.error is not None:
-                raise event.error
-            else:
-                return
+        while (event := reader.next_event()) is not _END:
+            if isinstance(event, BaseException):
+                raise event
+            yield event
     finally:
         reader.closed.set()
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    error: BaseException | None
-
-
 class _ReadAhead:
-    """Thread that owns the DataLoader and hands over its items through a queue of one."""
+    """Thread that owns the DataLoader and hands over its items through a queue of one.
+
+    After the items it hands over `_END`, or an error.
+    """
 
     def __init__(self, dataset: Dataset, num_workers: int, prepare: Callable[[Any], Any]) -> None:
         self.closed = threading.Event()
@@ -114,13 +109,13 @@ class _ReadAhead:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._put_all()  # a frame of its own, as its iterator ends the workers when freed
-            self._hand_over(_End(None))
+            self._hand_over(_END)
         except BaseException as error:
             self._started.set()
             frames = error.__traceback__
             # A killed worker first shows as a partly sent item.
             killed = self._find_killed_worker(patience_s=_WORKER_POLL_S)
-            self._hand_over(_End(error if killed is None else _worker_error(killed)))
+            self._hand_over(error if killed is None else _worker_error(killed))
             traceback.clear_frames(frames)  # frees the iterator
         for worker in self._workers:
             worker.kill()  # if it still runs: a program waits for its children at exit
@@ -132,7 +127,7 @@ class _ReadAhead:
         self._started.set()
         for item in items:
             failed = isinstance(item, UserError)
-            self._hand_over(_End(item) if failed else self._prepare(self._unpack(item)))
+            self._hand_over(item if failed else self._prepare(self._unpack(item)))
             if failed or self._is_abandoned():
                 return
 
