@@ -288,13 +288,13 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> ReleasedCheckpoint:
     expected = [(own.key, sources) for own, (_, sources) in base_and_sources.items()]
     check_tensors(folder, expected, files.tensors, "equal adapters in all layers")
 
-    def read(sources: Sources, dtype: torch.dtype) -> torch.Tensor:
+    def read_values(sources: Sources, dtype: torch.dtype) -> torch.Tensor:
         return files.read_parameter(sources).to(dtype)
 
     additions = {}
     for parameter, (base, sources) in base_and_sources.items():
         dtype = source.dtype(base)
-        later = partial(read, sources, dtype)
+        later = partial(read_values, sources, dtype)
         additions[parameter.name] = Addition(parameter=parameter, dtype=dtype, read=later)
     return replace(source, additions=additions, adapters=adapters)
 
