@@ -138,11 +138,7 @@ def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
         )
         for own_passes in (begun, let_go, ended):
             if not np.array_equal(micro_batch[own_passes], np.arange(schedule.micro_batches)):
-                raise ValueError(
-                    f"{schedule.name}: stage {stage} runs passes of chunk {number} out of order, "
-                    "or has no backward; memory is counted for schedules that hold consecutive "
-                    "micro-batches"
-                )
+                raise ValueError(f"{schedule.name}: stage {stage} runs passes out of order")
         # Micro-batches run in order, so counts of passes are indices of micro-batches.
         held[:, number, 0] = late[:, number, 1] = np.searchsorted(let_go, indices)
         held[:, number, 1] = np.searchsorted(begun, indices, side="right")

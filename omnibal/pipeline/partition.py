@@ -193,8 +193,6 @@ def _make_problem(task: SplitTask) -> SearchProblem:
     tables = often_heaviest_tables(cost, task.workload, task.stages)
     numbers = None
     if freedom is not RecomputeFreedom.LAYERS:
-        if cost.levels > 1:
-            raise ValueError("recompute numbers need costs of one level, got several")
         ways, cap_bytes = TowerNumbers.build(task, structure.runs), task.memory_cap_bytes
         numbers = [
             FittingNumbers(tables=[table], cap_bytes=cap_bytes, ways=ways) for table in tables
