@@ -40,11 +40,10 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
         refuse_if(holds, f"{name}: is or holds {read}, an input of this command: choose another")
 
 
-def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Raise UserError if an output folder is an input or inside it."""
-    for read in inputs:
-        is_inside, name = real_path(folder).is_relative_to(real_path(read)), f"{option} {folder}"
-        refuse_if(is_inside, f"{name}: is inside {read}, an input of this command: choose another")
+def check_outside(option: str, folder: Path, read: Path) -> None:
+    """Raise UserError if an output folder is the input `read` or inside it."""
+    is_inside, name = real_path(folder).is_relative_to(real_path(read)), f"{option} {folder}"
+    refuse_if(is_inside, f"{name}: is inside {read}, an input of this command: choose another")
 
 
 def is_same_file(path: Path, other: Path) -> bool:

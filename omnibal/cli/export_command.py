@@ -47,7 +47,7 @@ def export(
     if data is not None:
         _check_has_samples(data, is_counted=cached_folder(data) is not None)
     files = open_plan(directory)
-    check_outside("--to", to, [directory])
+    check_outside("--to", to, directory)
     name = target or files.plan.made_for
     if name is None:
         raise UserError(f"the plan has no other trainer; name it by --for: {', '.join(TargetName)}")

@@ -44,7 +44,7 @@ def replan(
     if run is None and gpus is None:
         raise UserError("nothing to replan for: give --run, --gpus or --nodes")
     check_folder("-o", output, [directory])
-    check_outside("-o", output, [directory])  # an earlier plan of `output` is replaced
+    check_outside("-o", output, directory)  # an earlier plan of `output` is replaced
     log = None
     if run is not None:
         log = RunLog(info=read_run_info(run), records=tuple(read_run(run / RUN_FILE)))

@@ -10,7 +10,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan, PlannedLevel, SettingsHashes
 from omnibal.job.plan_data import PlanData, model_of_lengths
-from omnibal.job.plan_portions import AllPortions
+from omnibal.job.plan_portions import AllPortions, PacksAndLengths
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps, check_limits
 from omnibal.model.parallel import Parallel
@@ -31,8 +31,6 @@ from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedul
 from omnibal.pipeline.slot_order import apply_slots, order_slots
 from omnibal.pipeline.stage_memory import fits_cap, stage_memories
 from omnibal.pipeline.workload import Workload
-
-DealtPacks = tuple[ScheduledPacks, Lengths]  # packs dealt to ranks, and all lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,8 +86,8 @@ class PlanResult:
     """A plan with its packs and search result."""
 
     plan: Plan
-    data: tuple[ScheduledPacks, Lengths] | None  # None for a plan of shapes only
-    dealt: DealtPacks | None = None  # before `order_plan`, or None if unknown
+    data: PacksAndLengths | None  # None for a plan of shapes only
+    dealt: PacksAndLengths | None = None  # before `order_plan`, or None if unknown
     search: SearchResult | None  # stages and proven bound, or None for a baseline
     cost_source: CostSource = ANALYTIC
     portions: AllPortions | None = None  # if `plan` and `data` cover only the first
@@ -110,7 +108,7 @@ class PlanResult:
 
 
 def make_plan(
-    request: PlanRequest, effort: float = 1.0, dealt: DealtPacks | None = None
+    request: PlanRequest, effort: float = 1.0, dealt: PacksAndLengths | None = None
 ) -> PlanResult:
     """Return a job's plan on its data: packs, stages and prediction. Deterministic.
 
