@@ -60,16 +60,14 @@ class ParquetRow(RecordMedia):
 
     @property
     def holds_files(self) -> bool:
-        return any(
-            _stores_files(value) for name, value in self.values.items() if _may_store_files(name)
-        )
+        return any(_stores_files(name, value) for name, value in self.values.items())
 
     def record(self) -> bytes:
         """Return the columns that store no files, as JSON; raises InvalidRecordError."""
         columns = {
             name: _simplify(value)
             for name, value in self.values.items()
-            if not (_may_store_files(name) and _stores_files(value))
+            if not _stores_files(name, value)
         }
         try:
             return json.dumps(columns, default=str).encode()
@@ -126,10 +124,6 @@ def _read_group(path: Path, version: str, group: int) -> pa.Table:
         return pq.ParquetFile(file).read_row_group(group, use_threads=False)
 
 
-def _may_store_files(column: str) -> bool:
-    return any(column in columns for _, columns in _STORED_COLUMNS.values())
-
-
 def _open_content(row: RowPlace, columns: tuple[str, ...], index: int) -> BinaryIO:
     """Read a row again, and open a file stored in `columns`; raises OSError and UserError."""
     return io.BytesIO(_list_contents(row.values(), columns)[index])
@@ -147,8 +141,10 @@ def _split_contents(value: Any) -> list[bytes]:
     return [content for content in contents if isinstance(content, bytes)]
 
 
-def _stores_files(value: Any) -> bool:
+def _stores_files(column: str, value: Any) -> bool:
     """Return whether a value stores files; raises InvalidRecordError if it also names files."""
+    if not any(column in columns for _, columns in _STORED_COLUMNS.values()):
+        return False
     count = len(_split_contents(value))
     if count and count != len(value if isinstance(value, list) else [value]):
         raise InvalidRecordError("has some of its files inside, and names others; it must do one")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 import soundfile
@@ -100,16 +100,16 @@ def _open_sound(recording: AudioFile) -> Iterator[tuple[soundfile.SoundFile, boo
     """Yield a supported recording, and whether it is a WAV that ends before its data does."""
     try:
         with bad_file_errors(), recording.open() as file:
-            wav = _find_wav_data(file)
+            is_cut, unfinished = _check_wav_data(file)
             file.seek(0)
             given: BinaryIO = file
-            if wav is not None and wav.is_unfinished:
+            if unfinished is not None:
                 content = bytearray(file.read())
-                content[wav.start - 4 : wav.start] = b"\xff" * 4  # unknown size: decode all data
+                content[unfinished : unfinished + 4] = b"\xff" * 4  # unknown size: decode all data
                 given = io.BytesIO(content)
             with soundfile.SoundFile(given) as sound:
                 _check_sound(sound)
-                yield sound, wav is not None and wav.is_cut
+                yield sound, is_cut
     except soundfile.LibsndfileError as error:
         # `str(error)` would begin with the address of the file object.
         raise BadFile(f"cannot be read ({error.error_string}); {REPLACE_REMEDY}") from error
@@ -129,22 +129,16 @@ def _check_sound(sound: soundfile.SoundFile) -> None:
         )
 
 
-class _WavData(NamedTuple):
-    """Data chunk of a WAV."""
-
-    start: int  # offset in bytes
-    is_cut: bool  # whether the file ends before its data does; libsndfile does not report this
-    is_unfinished: bool  # whether the header has data size 0 but data follows
-
-
-def _find_wav_data(file: BinaryIO) -> _WavData | None:
-    """Return the data chunk of a WAV, None if not WAV or without data chunk."""
+def _check_wav_data(file: BinaryIO) -> tuple[bool, int | None]:
+    """Return whether a WAV ends before its data does, which libsndfile does not report, and the
+    place of the data's size if that is 0 although data follow.
+    """
     size = file.seek(0, 2)
     file.seek(0)
     head = file.read(8)
     form = {b"RIFF": "<4sI", b"RIFX": ">4sI"}.get(head[:4])
     if form is None or len(head) < 8:
-        return None
+        return False, None
     is_behind = 8 + struct.unpack(form, head)[1] < size  # whether data may follow the stated end
     file.seek(12)
     while len(head := file.read(8)) == 8:
@@ -152,9 +146,9 @@ def _find_wav_data(file: BinaryIO) -> _WavData | None:
         if name == b"data":
             start = file.tell()
             is_cut = length not in _UNKNOWN_SIZES and start + length > size
-            return _WavData(start, is_cut, is_behind and not length and start < size)
+            return is_cut, start - 4 if is_behind and not length and start < size else None
         file.seek(length + length % 2, 1)  # chunks are 2-byte aligned
-    return None
+    return False, None
 
 
 def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:
