@@ -62,7 +62,9 @@ class TransformersVision(VisionTower):
         return self
 
 
-class _OuterTable(WholeTable):
+class TransformersTable(WholeTable):
+    """Outer table in the format of Transformers."""
+
     language_table: ClassVar[str] = "text_config"
     languages: ClassVar[tuple[LanguageType, ...]] = _TRANSFORMERS_LANGUAGES
     vision: ClassVar[type[VisionTower]] = TransformersVision
@@ -79,11 +81,7 @@ class _OuterTable(WholeTable):
         return TilingConfig(**limits, by_processor=has_chat_template(path.parent))
 
 
-class TransformersTable(_OuterTable):
-    """Outer table in the format of Transformers."""
-
-
-class OriginalTable(_OuterTable):
+class OriginalTable(TransformersTable):
     """Outer table in InternVL's own format."""
 
     language_table = "llm_config"
@@ -193,7 +191,7 @@ def unread_keys(given: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _outer_type(given: Mapping[str, Any]) -> type[_OuterTable]:
+def _outer_type(given: Mapping[str, Any]) -> type[TransformersTable]:
     return OriginalTable if is_original(given) else TransformersTable
 
 

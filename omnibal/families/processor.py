@@ -20,7 +20,6 @@ class _ImageSize(BaseModel):
     shortest_edge: PositiveInt | None = None  # both are areas in pixels, despite their names
     longest_edge: PositiveInt | None = None
     height: PositiveInt | None = None
-    width: PositiveInt | None = None
 
 
 class _PatchLimit(BaseModel):
@@ -42,7 +41,6 @@ class Processor(BaseModel):
     pixel_std: Colour | None = Field(default=None, alias="image_std")
     patch_size: PositiveInt | dict[str, PositiveInt] | None = None
     merge_size: PositiveInt | None = None
-    temporal_patch_size: PositiveInt | None = None
     min_pixels: PositiveInt | None = None
     max_pixels: PositiveInt | None = None
     size: _ImageSize | PositiveInt | None = None
