@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
+from omnibal.base.files import read_text
 from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import CostOptions, cost_result, cost_tables
 from omnibal.cli.options import JsonOption, count_option, size_option
@@ -124,13 +125,9 @@ def _read_line(line: str) -> str:
     path = Path(line)
     if not path.is_file():
         raise UserError(f"{line}: there is no such script; give a path, or a launch line in quotes")
-    try:
-        text = path.read_bytes()[: _MAX_SCRIPT_BYTES + 1].decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a script ({error}); give another") from error
-    if len(text) > _MAX_SCRIPT_BYTES:
+    if path.stat().st_size > _MAX_SCRIPT_BYTES:
         raise UserError(f"{path} has more than {_MAX_SCRIPT_BYTES:,} bytes; give the line alone")
-    return text
+    return read_text(path, "give another script")
 
 
 def _parse_variables(variables: Sequence[str]) -> dict[str, str]:
