@@ -193,12 +193,6 @@ class JobSpec:
         return CostSetting(*sizes, self.frozen, self.adapters, self.trainer.runtime)
 
     @property
-    def encoders_cost(self) -> EncodersCost | None:
-        """Costs of the chosen data-parallel encoders, or None if absent or not chosen yet."""
-        encoders = self.data_parallel_encoders
-        return None if encoders is None else self.encoders_costs[encoders.sharded]
-
-    @property
     def has_data_parallel_encoders(self) -> bool:
         return self.placement is EncoderPlacement.DATA_PARALLEL
 
@@ -267,9 +261,10 @@ class JobSpec:
             without_padding = without_padding.copy()
             without_padding[:, columns] = features[:, columns]
         workload = replace(workload, features=features, unpadded=without_padding)
-        if self.data_parallel_encoders is None or self.encoders_cost is None:
+        encoders = self.data_parallel_encoders
+        if encoders is None:
             return workload
-        return with_encoders(workload, names, self.encoders_cost, self.data_parallel_encoders)
+        return with_encoders(workload, names, self.encoders_costs[encoders.sharded], encoders)
 
     @classmethod
     def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:

@@ -91,9 +91,10 @@ class HeaviestEncoding:
         cls, plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, workload: Workload
     ) -> "HeaviestEncoding | None":
         """Return the maxima in bytes kept and received, or None without data-parallel encoders."""
-        cost, dp_encoders = job.encoders_cost, plan.data_parallel_encoders
-        if cost is None or dp_encoders is None:
+        dp_encoders = plan.data_parallel_encoders
+        if dp_encoders is None:
             return None
+        cost = job.encoders_costs[dp_encoders.sharded]
         names = feature_names_at(job.cost.features, plan.pack_levels)
         shares = ItemShares.build(workload, names, cost, dp_encoders)
         blocks = plan.parallel.data // shares.pipelines
