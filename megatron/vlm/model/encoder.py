@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -21,7 +22,6 @@ from megatron.vlm.model.embeddings import AudioEmbedding, ImageEmbedding, Vision
 from megatron.vlm.model.image_places import ImagePlaces
 from megatron.vlm.model.layers import encoder_layer_spec
 from megatron.vlm.model.projectors import DeepstackProjectors, Projector
-from megatron.vlm.model.providers import LayerParts
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 from omnibal.model.units import projector_unit
@@ -43,7 +43,7 @@ class EncoderUnits:
         name: str,
         stage: Stage,
         config: TransformerConfig,
-        parts: LayerParts,
+        parts: BackendSpecProvider,
         groups: ProcessGroupCollection,
     ) -> None:
         self.name, self.tower, self.config = name, model.encoders[name], config

@@ -7,6 +7,7 @@ hidden size, F feed-forward width of this rank.
 from typing import Any
 
 import torch
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -34,7 +35,7 @@ from megatron.vlm.model.fused.residual import (
     add_branch,
 )
 from megatron.vlm.model.fused.rotary import Rotation
-from megatron.vlm.model.providers import LayerParts, without_bias
+from megatron.vlm.model.providers import without_bias
 from megatron.vlm.model.shared_attention import SharedAttention
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, Gelu, ImagesEncoder
 from omnibal.model.layer_kinds import LayerKind
@@ -151,7 +152,7 @@ class Layer(TransformerLayer):
 
 
 def encoder_layer_spec(
-    config: TransformerConfig, tower: EncoderLayers, number: int, parts: LayerParts
+    config: TransformerConfig, tower: EncoderLayers, number: int, parts: BackendSpecProvider
 ) -> ModuleSpec:
     """Return the spec of layer `number` from 0: full attention in an item, image or window."""
     if isinstance(tower, ImagesEncoder):
@@ -174,14 +175,14 @@ def encoder_layer_spec(
 
 
 def language_layer_spec(
-    config: TransformerConfig, kind: LayerKind, parts: LayerParts
+    config: TransformerConfig, kind: LayerKind, parts: BackendSpecProvider
 ) -> ModuleSpec:
     """Return the spec of a decoder layer: attention within a sample, MLP or experts."""
     qk_norm = HeadNorm if config.qk_layernorm else None
     attention = _attention_spec(PackedAttention, parts, AttnMaskType.causal, qk_norm=qk_norm)
     if kind.linear is not None:
         projections = GatedDeltaNetSubmodules(
-            in_proj=parts.column_linear, out_proj=parts.row_linear
+            in_proj=parts.column_parallel_linear(), out_proj=parts.row_parallel_linear()
         )
         # Core's prediction layer asks for the mask.
         params = {"linear": kind.linear, "attn_mask_type": AttnMaskType.causal}
@@ -192,7 +193,7 @@ def language_layer_spec(
 
 def _attention_spec(
     module: type,
-    parts: LayerParts,
+    parts: BackendSpecProvider,
     mask: AttnMaskType,
     *,
     qkv_bias: bool = True,
@@ -200,14 +201,14 @@ def _attention_spec(
     **params: Any,
 ) -> ModuleSpec:
     """Return an attention spec; `qkv_bias=False` overrides the configuration's biases."""
-    column = parts.column_linear
+    column = parts.column_parallel_linear()
     return ModuleSpec(
         module=module,
         params={"attn_mask_type": mask, **params},
         submodules=SelfAttentionSubmodules(
             linear_qkv=column if qkv_bias else without_bias(column),
-            core_attention=parts.core_attention,
-            linear_proj=parts.row_linear,
+            core_attention=parts.core_attention(),
+            linear_proj=parts.row_parallel_linear(),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
@@ -217,7 +218,7 @@ def _attention_spec(
 def _layer_spec(
     config: TransformerConfig,
     attention: ModuleSpec,
-    parts: LayerParts,
+    parts: BackendSpecProvider,
     layer_scale_init: float | None,
     feed_forward: type[MixtureOfExperts] | None = None,
     gelu: Gelu = "gelu",
@@ -225,7 +226,9 @@ def _layer_spec(
     size, dtype = config.hidden_size, config.params_dtype
     scale = {"hidden_size": size, "init": layer_scale_init, "dtype": dtype}
     layer_scale = ModuleSpec(module=LayerScale, params=scale)
-    mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=parts.row_linear)
+    mlp = MLPSubmodules(
+        linear_fc1=parts.column_parallel_linear(), linear_fc2=parts.row_parallel_linear()
+    )
     return ModuleSpec(
         module=Layer,
         params={"gelu": gelu},

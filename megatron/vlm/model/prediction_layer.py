@@ -9,6 +9,7 @@ Shapes: S packed tokens of this rank, E hidden size.
 from typing import Any
 
 import torch
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
@@ -17,7 +18,6 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.layers import Norm, language_layer_spec
-from megatron.vlm.model.providers import LayerParts
 from omnibal.model.config import LanguageConfig
 
 
@@ -28,12 +28,12 @@ class PredictionLayer(MultiTokenPredictionLayer):
         self,
         config: TransformerConfig,
         language: LanguageConfig,
-        parts: LayerParts,
+        parts: BackendSpecProvider,
         groups: ProcessGroupCollection,
     ) -> None:
         submodules = MultiTokenPredictionLayerSubmodules(
             **dict.fromkeys(("enorm", "hnorm", "layer_norm"), Norm),
-            eh_proj=parts.column_linear,
+            eh_proj=parts.column_parallel_linear(),
             transformer_layer=language_layer_spec(config, language.kinds[-1], parts),
         )
         super().__init__(config, submodules, pg_collection=groups)

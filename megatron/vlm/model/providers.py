@@ -6,11 +6,9 @@ the next linear under other names.
 """
 
 import importlib.util
-from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.vlm.installed import TRANSFORMER_ENGINE_FAILURE
@@ -22,13 +20,11 @@ from omnibal.model.config import Provider
 _CURRENT_SCALING = "2.2.0"  # first release with current scaling (megatron-core's `fp8_utils.py`)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """Classes of a layer's parts, with core's constructors."""
+class OwnParts(LocalSpecProvider):
+    """Core's linears, with this project's attention."""
 
-    column_linear: type
-    row_linear: type
-    core_attention: type
+    def core_attention(self) -> type:
+        return PackedCoreAttention
 
 
 def check_provider(provider: Provider) -> None:
@@ -73,12 +69,6 @@ def check_provider_of(plan: Plan, provider: Provider) -> None:
     }
     for obstacle in (text for text, applies in obstacles.items() if applies):
         raise UserError(f"--provider te was given, but the plan has {obstacle}, or drop the option")
-
-
-def layer_parts(provider: Provider) -> LayerParts:
-    parts: BackendSpecProvider = TESpecProvider() if provider == "te" else LocalSpecProvider()
-    attention = parts.core_attention() if provider == "te" else PackedCoreAttention
-    return LayerParts(parts.column_parallel_linear(), parts.row_parallel_linear(), attention)
 
 
 def without_bias(linear: type) -> type:

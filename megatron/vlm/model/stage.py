@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,7 +38,7 @@ from megatron.vlm.model.fused.rotary import locate_tokens, rotation, sectioned_r
 from megatron.vlm.model.groups import ContextGroups
 from megatron.vlm.model.layers import language_layer_spec
 from megatron.vlm.model.prediction_layer import PredictionLayer
-from megatron.vlm.model.providers import check_provider_of, layer_parts
+from megatron.vlm.model.providers import OwnParts, check_provider_of
 from megatron.vlm.model.sharded_weights import ShardedWeights
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
@@ -97,7 +98,7 @@ class VLMStage(MegatronModule):
         # Core would reduce copies on the first and last stage only, so `TiedCopies` does.
         self.share_embeddings_and_output_weights = False
         self.pre_process, self.post_process = stage.holds("vision embed"), stage.holds("head")
-        parts = layer_parts(provider)
+        parts = TESpecProvider() if provider == "te" else OwnParts()
         language = model.language
         tensor = language_config.tensor_model_parallel_size
         own_words = language.words_of_rank(tensor)
@@ -163,7 +164,7 @@ class VLMStage(MegatronModule):
                 count=min(max(language.vocab_size - start, 0), own_words),
                 group=parallel_state.get_tensor_model_parallel_group() if tensor > 1 else None,
             )
-        describe_partitions(self, parts.column_linear, parts.row_linear)
+        describe_partitions(self, parts.column_parallel_linear(), parts.row_parallel_linear())
         words: Any = self.shared_embedding_or_output_weight()
         if self.holds_tied_copy:
             # Core's mark for an own bucket: data-parallel ranks then divide both copies alike.

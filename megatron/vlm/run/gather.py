@@ -87,13 +87,10 @@ def gather_pass_times(
             for stage, times_ms in zip(stages, ranks_ms, strict=True)
         ]
     times_p2mc = by_rank_pd[:, turn, 1:].view(links.size, *wanted_2mc.shape)
-    parts_of_stages = links.schedule.parts_of(links.size * links.schedule.chunks)
-    places = sorted(  # in model order
-        (part, stage, chunk)
-        for stage, parts in enumerate(parts_of_stages)
-        for chunk, part in enumerate(parts)
+    parts = range(links.last_part + 1)  # in model order
+    chunks_2mP = torch.stack(
+        [times_p2mc[links.stage_of(part), ..., part // links.size] for part in parts], -1
     )
-    chunks_2mP = torch.stack([times_p2mc[stage, ..., chunk] for _, stage, chunk in places], -1)
     forward_ms, backward_ms = (tuple(map(_round_times, ms_mP.T.tolist())) for ms_mP in chunks_2mP)
     return tuple(stages), PassTimes(dp_rank=turn, forward_ms=forward_ms, backward_ms=backward_ms)
 
