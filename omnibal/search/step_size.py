@@ -16,6 +16,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.model.levels import are_plain
 from omnibal.model.limits import SEARCH_SAMPLES, Caps
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import cap_space
 from omnibal.search.strategy import Choice, Setting, StrategyRequest
@@ -142,7 +143,13 @@ def step_rates(
     rates = [StepRate(own, best.samples_per_second)] if is_plain else []
     sizes = [round(factor * own) for factor in _STEP_FACTORS] + ([] if is_plain else [own])
     sizes = [size for size in sizes if size <= len(request.lengths)]
-    drawn = replace(request, samples=_COMPARED_SAMPLES, samples_per_step=max(sizes, default=1))
+    drawn = replace(
+        request,
+        samples=_COMPARED_SAMPLES,
+        samples_per_step=max(sizes, default=1),
+        # Schedules that lost at this step seldom win at another, and take most of the time.
+        schedules=request.schedules & {ONE_FORWARD_ONE_BACKWARD.name, best.schedule.chosen.name},
+    )
     setting = Setting(request=drawn.draw_samples(), packs={})
     choices = _near_choices(setting, found)
     for size in sizes:
