@@ -121,7 +121,7 @@ class Naming(Frozen):
 
     @property
     def _text_keys(self) -> dict[str, str]:
-        """Keys of a record's texts by column; none for a list of messages."""
+        """Keys of a record's texts by column, empty for a list of messages."""
         return _ALPACA_KEYS if self.formatting in (None, "alpaca") else {}
 
     def check_names(self, where: str) -> None:

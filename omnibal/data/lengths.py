@@ -428,7 +428,7 @@ def _read_rows(columns: Columns, repeats: bool) -> np.ndarray | None:
 
 
 def _list_named_files(path: Path) -> dict[str, Path]:
-    """Return the files that a meta JSON names, by source, from its folder; none of a list."""
+    """Return the files that a meta JSON names, by source, from its folder. Empty for a list."""
     text = _read_lengths_text(path)
     if not text.lstrip().startswith("{"):
         return {}

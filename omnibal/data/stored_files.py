@@ -53,7 +53,7 @@ class StoredFile:
     name: str | None = None  # member name in the shard, None for a separate file
     offset: int = 0  # byte offset in the shard
     size: int = 0  # bytes in the shard, 0 for a separate file
-    # Opens a file stored in a row, whose place is in `name`.
+    # Opens a file stored in a row, with its place in `name`.
     opener: Callable[[], BinaryIO] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:

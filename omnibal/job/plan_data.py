@@ -319,7 +319,7 @@ PlanData = SampleData | StreamData | MockData
 
 
 def packs_of_steps(packs: ScheduledPacks, levels: Sequence[Level]) -> np.ndarray:
-    """Return packs of every step over all ranks; a shared pack counts for each. int64 [steps]"""
+    """Return packs of every step over all ranks, shared packs counted for each. int64 [steps]"""
     context = np.array([level.context for level in levels])[packs.level]
     return np.bincount(packs.step, weights=context).astype(np.int64)
 

@@ -175,8 +175,8 @@ def search_in_schedule(
 ) -> tuple[JobSpec, Workload, SearchResult]:
     """Return parts for a schedule other than 1F1B, with the job and its workload.
 
-    If data-parallel encoders, whose settings were chosen in 1F1B, leave too little memory, they get
-    the settings that need least.
+    If data-parallel encoders leave too little memory with the settings chosen in 1F1B, they get the
+    settings with min memory.
     """
     try:
         return job, workload, search_parts(job.split_task(workload, levels, schedule), effort)

@@ -178,7 +178,7 @@ def useful_sets(
         counts: [stages, kinds].
         extreme_ms: recompute times per layer, [extremes, levels * layer kinds]. Every micro-batch's
             times are a non-negative combination of these rows.
-        max_sets: max grid cells per stage; all sets are included if every cell is a point.
+        max_sets: max grid cells per stage. If every cell is a point, all sets are included.
         same_at_levels: whether recomputed layers are equal at all levels.
     """
     if table.levels > 1 and not (table.others_kept_bytes.any() or same_at_levels):

@@ -147,7 +147,7 @@ def step_rates(
         request,
         samples=_COMPARED_SAMPLES,
         samples_per_step=max(sizes, default=1),
-        # Schedules that lost at this step seldom win at another, and take most of the time.
+        # Schedules that lost at this step seldom win at another, and planning them takes long.
         schedules=request.schedules & {ONE_FORWARD_ONE_BACKWARD.name, best.schedule.chosen.name},
     )
     setting = Setting(request=drawn.draw_samples(), packs={})

@@ -107,7 +107,7 @@ def language_transformer_config(
 
 
 class _Layout(PipelineParallelLayerLayout):
-    """Layout of all `layers` as one stage, whose offset of decoder layers is `held.start`."""
+    """Layout of all `layers` as one stage, with decoder layers numbered from `held.start`."""
 
     def __init__(self, layers: int, held: range) -> None:
         super().__init__([["embedding", *["decoder"] * layers, "loss"]], 1)
