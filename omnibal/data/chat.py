@@ -22,12 +22,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import packaged_template, render_chat
 from omnibal.data.native_resolution import repeated_tokens, seen_videos
-from omnibal.data.own_template import (
-    Conversation,
-    OwnTemplate,
-    cannot_write_error,
-    own_template,
-)
+from omnibal.data.own_template import Conversation, OwnTemplate, cannot_write_error, own_template
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.tokenizer import (
     AUDIO_CONTEXT,

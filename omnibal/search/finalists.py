@@ -18,11 +18,7 @@ from omnibal.search.goal_requests import GoalRequests
 from omnibal.search.level_sets import MIN_LEVELS_GAIN, levels_in_use, shared_anew
 from omnibal.search.memory_need import least_state_gib
 from omnibal.search.parallel_sizes import placements_error, possible_sizings
-from omnibal.search.schedule_choice import (
-    CannotRunSchedule,
-    ScheduleChoice,
-    plan_in_best_schedule,
-)
+from omnibal.search.schedule_choice import CannotRunSchedule, ScheduleChoice, plan_in_best_schedule
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 from omnibal.search.strategy_search import StrategySearch
 

@@ -30,12 +30,7 @@ from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_units import Span, Stage, merge_spans
-from omnibal.pipeline.unit_runs import (
-    check_stages,
-    stage_units,
-    stages_from_cuts,
-    unit_counts,
-)
+from omnibal.pipeline.unit_runs import check_stages, stage_units, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
 MODEL = load_model("internvl-chat-1.5-6b-20b")

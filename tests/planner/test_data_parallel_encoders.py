@@ -20,11 +20,7 @@ from partition_cases import planners_figures
 from plan_cases import JOB, job_spec, request
 from schedule_cases import event_loop, lost_time, needed_ms, workload_of
 
-from omnibal.cost.encoder_phase_costs import (
-    EncoderCost,
-    EncodersCost,
-    pipeline_cost,
-)
+from omnibal.cost.encoder_phase_costs import EncoderCost, EncodersCost, pipeline_cost
 from omnibal.cost.shaped_rates import LinearTime
 from omnibal.cost.sharding_costs import ShardedExchange
 from omnibal.job.planner import make_plan

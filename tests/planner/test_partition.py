@@ -38,12 +38,7 @@ from omnibal.pipeline.split_task import SplitTask
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_options import StageOptions, on_paths, stage_choices
 from omnibal.pipeline.stage_units import Stage
-from omnibal.pipeline.unit_runs import (
-    check_stages,
-    layer_kinds,
-    stages_from_cuts,
-    unit_counts,
-)
+from omnibal.pipeline.unit_runs import check_stages, layer_kinds, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
 LAYERS = ("vision_layer", "language_layer")

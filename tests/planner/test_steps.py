@@ -20,13 +20,7 @@ from omnibal.packing.pack_settings import PackSettings
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.packing.rows import match_packs
-from omnibal.packing.steps import (
-    Steps,
-    deal_steps,
-    draw_steps,
-    pack_epochs,
-    size_load,
-)
+from omnibal.packing.steps import Steps, deal_steps, draw_steps, pack_epochs, size_load
 
 pytestmark = pytest.mark.quick
 

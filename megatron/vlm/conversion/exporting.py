@@ -20,12 +20,7 @@ from megatron.vlm.conversion.config_files import (
 from megatron.vlm.conversion.importing import ReleasedCheckpoint
 from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.released_config import check_exportable
-from megatron.vlm.conversion.released_files import (
-    SINGLE_FILE,
-    dtype_name,
-    write_file,
-    writing,
-)
+from megatron.vlm.conversion.released_files import SINGLE_FILE, dtype_name, write_file, writing
 from megatron.vlm.conversion.tensor_map import (
     Parameter,
     Shape,

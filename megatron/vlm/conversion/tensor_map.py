@@ -30,13 +30,7 @@ from megatron.vlm.model.embeddings import IMAGE_CHANNELS
 from omnibal.base.files import read_toml_model
 from omnibal.families.text import LanguageType
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.encoders import (
-    ClipsEncoder,
-    Encoder,
-    EncoderLayers,
-    ImagesEncoder,
-    TilesEncoder,
-)
+from omnibal.model.encoders import ClipsEncoder, Encoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.model.layer_kinds import LayerKind, LinearAttention
 
 Shape = tuple[int, ...]

@@ -48,13 +48,7 @@ from omnibal.model.config import LanguageConfig, ModelConfig, Precision, Provide
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import (
-    LANGUAGE,
-    deepstack_of,
-    projector_name,
-    projector_unit,
-    unit_kinds,
-)
+from omnibal.model.units import LANGUAGE, deepstack_of, projector_name, projector_unit, unit_kinds
 from omnibal.pipeline.stage_units import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 

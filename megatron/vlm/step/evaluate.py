@@ -19,12 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.inputs.batch import (
-    MicroBatch,
-    MicroBatchShape,
-    MicroBatchStream,
-    encoder_inputs,
-)
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream, encoder_inputs
 from megatron.vlm.inputs.reader import Prompt, SampleReader
 from megatron.vlm.step.train import SeenBatches, Trainer, global_sums
 from omnibal.data.chat import expected_answer
