@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
+
 from omnibal.base.files import atomic
 from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 
@@ -118,16 +120,17 @@ def remove_checkpoint(directory: Path, step: int) -> None:
 
 
 def prune_checkpoints(directory: Path, keep_last: int) -> None:
-    """Remove `.part` folders, and checkpoints except the newest `keep_last`.
+    """Remove `.part` and incomplete folders, and checkpoints except the newest `keep_last`.
 
     Folders newer than the tracker file's step remain: the run may have gone back to that step.
     """
     steps = list_complete_steps(directory)
     for folder in directory.iterdir():
         match = _FOLDER_NAME.fullmatch(folder.name)
-        if match is not None and match[2] is not None and int(match[1]) <= steps[0]:
+        if match is not None and match[2] is not None and int(match[1]) <= max(steps, default=-1):
             shutil.rmtree(folder)
-    for step in steps[keep_last:]:
+    complete = [at for at in steps if (checkpoint_path(directory, at) / CONFIG_FNAME).is_file()]
+    for step in sorted({*steps} - {*complete[:keep_last]}):
         remove_checkpoint(directory, step)
 
 
