@@ -16,11 +16,13 @@ Found = TypeVar("Found")
 def whole_progress(
     total: int, on_progress: Callable[[int], None]
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a wrapper of `on_progress`, then report the rest of `total` unless the body raises."""
+    """Yield a wrapper of `on_progress` that stops at `total`, then report the rest of it unless the
+    body raises."""
     done = 0
 
     def advance(count: int) -> None:
         nonlocal done
+        count = min(count, total - done)
         done += count
         on_progress(count)
 

@@ -17,13 +17,17 @@ from omnibal.search.schedule_choice import able_schedules, check_may_run
 from omnibal.search.strategy import Sizing, StrategyRequest
 
 
-def possible_sizings(request: StrategyRequest) -> list[Sizing]:
-    """Return all parallel sizes and encoder placements on these GPUs. UserError if none."""
+def possible_sizings(request: StrategyRequest, *, is_all: bool = False) -> list[Sizing]:
+    """Return parallel sizes and encoder placements on these GPUs. UserError if none.
+
+    Args:
+        is_all: include free shardings that are slow at their sizes (`_is_worth_a_try`).
+    """
     sizings, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
     for placement in request.placements:
         try:
             placed = request.job.with_sizes(request.job.parallel, placement)
-            parallels = _possible_parallels(replace(request, job=placed))
+            parallels = _possible_parallels(replace(request, job=placed), is_all=is_all)
         except UserError as error:
             refused[placement] = error
         else:
@@ -41,14 +45,14 @@ def placements_error(refused: Mapping[EncoderPlacement, UserError]) -> UserError
     return UserError("; and ".join(f"{place.phrase}: {why}" for place, why in reasons.items()))
 
 
-def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
+def _possible_parallels(request: StrategyRequest, *, is_all: bool) -> list[Parallel]:
     if request.layouts:
         return _able(request, request.layouts)
     _check_given(request)
     ways, gpus = request.shardings, request.sizes.gpus
     divides = request.sizes.sequence_parallel is not False
     found = layouts_of(request.job, gpus, ways, divides=divides)
-    if len(ways) > 1:
+    if len(ways) > 1 and not is_all:
         found = [parallel for parallel in found if _is_worth_a_try(parallel, request.job.cluster)]
     possible = [p for p in found if request.sizes.are(p) and request.job.allows(p)]
     if possible:

@@ -131,6 +131,9 @@ def search_strategies(
     with whole_progress(progress_total(request), on_progress) as advance:
         trials = BoundedTrials(setting=setting, processes=processes, advance=advance)
         trials.run(every, _MOST_MOVES_PLANNED if is_quick else _MOST_PLANNED)
+        if not trials.planned:
+            sizings = possible_sizings(request, is_all=True)
+            trials.run([(sizing, caps) for sizing in sizings for caps in grid], _MOST_PLANNED)
         if request.caps is None and trials.planned and not is_quick:
             ranked = trials.rank_strategies()
             # With few sizes, their other caps are moved too.

@@ -203,6 +203,17 @@ def test_sharded_weights_rank_as_the_planner_alone_says():
     assert WeightSharding.REPLICATED in winners and len(winners) > 1
 
 
+def test_slow_shardings_are_tried_if_no_others_fit():
+    """Prevents free shardings without a plan where a given one has one."""
+    cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 24})
+    model, lengths = load_model("llama3.1-8b"), lengths_of(tokens=[300] * 60)
+    found = search(
+        model=model, cluster=cluster, lengths=lengths, caps=Caps.of(tokens=1200),
+        gpus=8, tensor=2, data=2, shardings=tuple(WeightSharding),
+    )  # fmt: skip
+    assert found.best.parallel.sharding is WeightSharding.FULL
+
+
 @pytest.mark.parametrize("samples_per_step", [24, 63])
 def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step):
     """Prevents a plan limit that loses the best strategy or hides skipped strategies."""
