@@ -272,7 +272,12 @@ def _search_sets(
     estimated = sorted(of_sizings, key=lambda pair: pair[0])
     bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
 
-    sets = _SetTrials.build(levels, processes, advance)
+    simulate = partial(_simulate_set, levels.some, levels.longest)
+    sets = _SetTrials(
+        rule=levels.rule,
+        simulated=Trials(work=simulate, processes=processes, on_done=advance),
+        planned=_plans_of_sets(levels.some.in_1f1b, levels, processes, advance),
+    )
     limit_ms = _ESTIMATED_SLACK * estimated[0][0] if estimated else 0.0  # ms per sample
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
     sets.run(near)
@@ -314,17 +319,6 @@ class _SetTrials:
     rule: LevelRule
     simulated: Trials[LevelChoice, tuple[float, LevelChoice]]
     planned: Trials[LevelChoice, Strategy]
-
-    @classmethod
-    def build(
-        cls, levels: LevelSetting, processes: int, advance: Callable[[int], None]
-    ) -> "_SetTrials":
-        work = partial(_simulate_set, levels.some, levels.longest)
-        return cls(
-            rule=levels.rule,
-            simulated=Trials(work=work, processes=processes, on_done=advance),
-            planned=_plans_of_sets(levels.some.in_1f1b, levels, processes, advance),
-        )
 
     def run(self, choices: Sequence[LevelChoice]) -> None:
         """Simulate sets, and plan the fastest of them that are near the fastest of all."""

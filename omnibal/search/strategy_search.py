@@ -14,6 +14,7 @@ machine nor on the number of processes.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
@@ -127,13 +128,12 @@ def search_strategies(
     sizings = possible_sizings(request)
     setting, space = Setting(request=request.draw_samples(), packs={}), cap_space(request)
     grid = space.grid() if request.caps is None else [request.caps]
-    every = [(sizing, caps) for sizing in sizings for caps in grid]
     with whole_progress(progress_total(request), on_progress) as advance:
         trials = BoundedTrials(setting=setting, processes=processes, advance=advance)
-        trials.run(every, _MOST_MOVES_PLANNED if is_quick else _MOST_PLANNED)
+        trials.run(product(sizings, grid), _MOST_MOVES_PLANNED if is_quick else _MOST_PLANNED)
         if not trials.planned:
             sizings = possible_sizings(request, is_all=True)
-            trials.run([(sizing, caps) for sizing in sizings for caps in grid], _MOST_PLANNED)
+            trials.run(product(sizings, grid), _MOST_PLANNED)
         if request.caps is None and trials.planned and not is_quick:
             ranked = trials.rank_strategies()
             # With few sizes, their other caps are moved too.
