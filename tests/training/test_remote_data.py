@@ -34,6 +34,5 @@ def test_remote_samples_train_as_local_ones(digits, tokenizer, tmp_path):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(type(files), "cat_file", lambda self, path, **options: raise_error(path))
-        error = remote.dataset([[20, 21, 22, 23]], options=SKIP)[0]
-    assert isinstance(error, StorageError)
-    assert "no route to host" in str(error)
+        with pytest.raises(StorageError, match="no route to host"):
+            remote.dataset([[20, 21, 22, 23]], options=SKIP)[0]
