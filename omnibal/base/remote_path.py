@@ -200,7 +200,7 @@ class _FileInfo:
         size = info.get("size")
         if size is None:
             raise StorageError(
-                f"{info.get('name')}: its server tells no size, and samples are read by position; "
+                f"{info.get('name')}: its server reports no size, needed to read by position; "
                 "use another storage"
             )
         changes = next((info[name] for name in _VERSION_FIELDS if info.get(name)), "")

@@ -87,7 +87,7 @@ class BoundedTrials:
         self._plan(full, False, len(full))
 
     def _plan(self, choices: Iterable[Choice], fits: bool, most: int) -> None:
-        """Plan up to `most` choices in 1F1B, and in all schedules those that may gain by others."""
+        """Plan up to `most` choices in 1F1B, then in all schedules if another may be faster."""
         work = partial(plan_choice, self.setting.in_1f1b, fits)
         for choice, found in map_unordered(work, choices, max(min(self.processes, most), 1)):
             if isinstance(found, Need):

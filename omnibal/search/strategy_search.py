@@ -248,8 +248,8 @@ def unusable(trials: BoundedTrials, sizings: Sequence[Sizing]) -> UserError:
         remedy = "" if is_given else "a larger --samples-per-step, smaller caps or "
         return UserError(
             f"a step of {samples:,} samples has {_most_packs(trials)} packs, "
-            f"and {request.sizes.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which "
-            f"each must have one: give {remedy}fewer GPUs"
+            f"and {request.sizes.gpus} GPUs have at least {fewest:,} data-parallel ranks, and each "
+            f"must have one: give {remedy}fewer GPUs"
         )
     if trials.obstacles:
         return CannotRunSchedule(next(iter(trials.obstacles.values())))

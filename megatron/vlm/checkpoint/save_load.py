@@ -421,7 +421,7 @@ def load_checkpoint(
     Returns its identity. `common` has the "training_state" given to `CheckpointWriter.save`.
 
     Args:
-        options: must equal the checkpoint's, except `RATES`; else UserError.
+        options: UserError if any but `RATES` differ from the checkpoint's.
         hash_steps: returns `steps_sha256` of the first n steps: a plan may continue a shorter one.
     """
     identity = _open_checked(directory, plan)

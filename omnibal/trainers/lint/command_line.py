@@ -139,7 +139,7 @@ def _read_fields(settings: Mapping[str, str | None]) -> dict[str, object]:
     """Return the values of `Launch`'s fields that flags or the launcher's defaults set."""
     given = {name: text for name, text in settings.items() if not known.is_nothing(text)}
     fields: dict[str, object] = {}
-    # Last: a split by chunk replaces one by stage, whatever their order.
+    # The split by chunk is read last, so that it replaces a split by stage.
     for name, text in sorted(given.items(), key=lambda flag: flag[0] == known.SPLIT_BY_CHUNK):
         if name in known.FIELDS:
             field, read = known.FIELDS[name]
